@@ -1,0 +1,68 @@
+# Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast bench lint types clean distclean
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+JOBS ?= 2
+PYTEST_ARGS ?=
+# One thread a worker: torch would start as many as there are cores in each of the JOBS workers.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Benches that need no argument; `make bench INSTANCES=dir` also runs the planners on the graphs in that folder.
+BENCHES ?= accuracy versus_torch
+INSTANCES ?=
+RESULTS := bench/results
+
+help:
+	@echo "make venv       create .venv and install fxmem with its development tools"
+	@echo "make demo       train a real model under several budgets"
+	@echo "make test       every test    (PYTEST_ARGS='-k offload' to choose)"
+	@echo "make test-fast  without those marked slow"
+	@echo "make bench      benches into $(RESULTS)/"
+	@echo "make lint types ruff; mypy --strict"
+	@echo "make clean      build products and caches (distclean: .venv too)"
+
+venv: $(STAMP)
+
+# torch comes from the pin: without one, pip would take the newest build with several gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml .constraints.txt fxmem/planners/_kernel.c
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/fxmem demo
+
+test: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Benches run one after the other, whatever -j says: they measure time. A failed one leaves no result behind.
+bench: $(STAMP)
+	@mkdir -p $(RESULTS)
+	@run() { name=$$1; shift; echo "bench.$$name"; \
+		$(BIN)/python -m bench.$$name "$$@" --json > $(RESULTS)/$$name.json.part \
+		&& mv $(RESULTS)/$$name.json.part $(RESULTS)/$$name.json || { rm -f $(RESULTS)/$$name.json.part; exit 1; }; }; \
+	for name in $(BENCHES); do run $$name; done; \
+	if [ -n "$(INSTANCES)" ]; then run planners "$(INSTANCES)"; fi
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/scratch
+	find fxmem passes tests bench \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
+	rm -f $(STAMP)
+
+distclean: clean
+	rm -rf .venv

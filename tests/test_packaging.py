@@ -1,0 +1,112 @@
+"""What gets installed: the wheel, built through the sdist, in a place that has never seen this checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON_DIRS = ("fxmem", "passes")
+BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.slow
+
+PROBE = """
+import ctypes, importlib, importlib.util, json
+from importlib import metadata
+
+def entry_point(group, name):
+    (found,) = metadata.entry_points(group=group, name=name)
+    return callable(found.load())
+
+kernel = importlib.import_module("fxmem.planners._kernel")
+ctypes.CDLL(kernel.__file__)
+print(json.dumps({
+    "fxmem": importlib.import_module("fxmem").__file__,
+    "passes": importlib.import_module("fxmem.passes").__file__,
+    "kernel": kernel.__file__,
+    "generic_passes": importlib.util.find_spec("passes") is not None,
+    "console": entry_point("console_scripts", "fxmem"),
+    "backend": entry_point("torch_dynamo_backends", "fxmem"),
+}))
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def source_files(suffix: str) -> set[str]:
+    """Names of the package's files as they must be installed, posix, relative to site-packages."""
+    own = {p.relative_to(ROOT) for p in (ROOT / "fxmem").rglob(f"*{suffix}") if (ROOT / "fxmem/passes") not in p.parents}
+    passes = {Path("fxmem") / p.relative_to(ROOT) for p in (ROOT / "passes").rglob(f"*{suffix}")}
+    return {p.as_posix() for p in own | passes}
+
+
+@pytest.fixture(scope="module")
+def dist_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and the wheel built from it, of a copy of the sources without anything compiled."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in PYTHON_DIRS:
+        ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignore)
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, checkout)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", cwd=checkout)
+    return checkout / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist_dir: Path) -> Path:
+    (path,) = dist_dir.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+def test_passes_is_a_relative_symlink_in_the_checkout() -> None:
+    link = ROOT / "fxmem" / "passes"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../passes")
+
+
+def test_sdist_holds_real_files_under_fxmem_passes(dist_dir: Path) -> None:
+    (path,) = dist_dir.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    assert not [name for name, member in members.items() if member.issym() or member.islnk()]
+    assert source_files(".py") <= members.keys()
+    assert "fxmem/planners/_kernel.c" in members
+
+
+def test_wheel_holds_every_module_and_data_file_and_nothing_generic(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert source_files(".py") | source_files(".json") | {"fxmem/py.typed"} <= names
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"fxmem"}
+
+
+def test_installed_package_imports_from_a_fresh_place(site: Path, tmp_path: Path) -> None:
+    found = json.loads(run(sys.executable, "-c", PROBE, cwd=tmp_path, PYTHONPATH=str(site)).splitlines()[-1])
+    for name in ("fxmem", "passes", "kernel"):
+        assert Path(found[name]).is_relative_to(site)
+    assert not (site / "fxmem" / "passes").is_symlink()
+    assert not found["generic_passes"]
+    assert found["console"]
+    assert found["backend"]
