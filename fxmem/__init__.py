@@ -1,0 +1,1 @@
+"""fxmem: a memory-aware training compiler for PyTorch."""

@@ -1,0 +1,59 @@
+"""Every error fxmem raises on purpose, all under :class:`FxmemError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxmem.units import format_bytes
+
+
+class FxmemError(Exception):
+    """Base class of fxmem's errors."""
+
+
+class OptionError(FxmemError, ValueError):
+    """An unknown option or a malformed value; the message names the choices."""
+
+
+class VerifyError(FxmemError):
+    """A program, schedule or graph breaks an invariant: a fault in fxmem or in a hand-made input."""
+
+
+class CaptureError(FxmemError):
+    """The model can't be captured as a training graph; `source` is the model's own line, if known."""
+
+    def __init__(self, message: str, source: str | None = None) -> None:
+        super().__init__(f"{message}\n  at {source}" if source else message)
+        self.source = source
+
+
+class PlanMismatch(FxmemError):  # noqa: N818
+    """A plan made for another graph was applied to this one."""
+
+
+class OffloadError(FxmemError):
+    """Host memory or disk refused to hold offloaded bytes; nothing was lost, the step failed as a whole."""
+
+
+class BudgetInfeasible(FxmemError):  # noqa: N818
+    """No plan fits the budget.
+
+    `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes).
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        min_bytes: int,
+        at_peak: Sequence[tuple[str, int]] = (),
+        where: str = "",
+    ) -> None:
+        lines = [
+            f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes){where}; "
+            f"the smallest feasible budget found is {format_bytes(min_bytes)} ({min_bytes} bytes)"
+        ]
+        lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in at_peak]
+        super().__init__("\n".join(lines))
+        self.budget_bytes = budget_bytes
+        self.min_bytes = min_bytes
+        self.at_peak = tuple(at_peak)

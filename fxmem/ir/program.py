@@ -1,0 +1,274 @@
+"""`Program`: ops in schedule order over storages, independent of torch.
+
+A *storage* is whatever owns bytes; the tensors that are views of one another share one. An op lists the storages its
+outputs live in; those that no earlier op listed are the ones it *allocates*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import sympy
+
+from fxmem.errors import VerifyError
+from fxmem.ir import sizes
+from fxmem.units import format_bytes
+
+Region = Literal["forward", "backward"]
+Size: TypeAlias = int | sympy.Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes with one owner. `nbytes` is an int, or a sympy expression when shapes are symbolic."""
+
+    id: int
+    nbytes: Size
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node of the joint graph.
+
+    `args`: indices of the ops whose outputs it takes. `storages`: ids of the storages its outputs live in (none for
+    scalars). `mutates`: ids of storages it writes in place. `workspace_bytes`: allocated and released within the op,
+    beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
+    `source`: the line of the model it comes from.
+    """
+
+    index: int
+    name: str
+    target: str
+    region: Region
+    args: tuple[int, ...]
+    storages: tuple[int, ...]
+    is_input: bool = False
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    mutates: tuple[int, ...] = ()
+    is_random: bool = False
+    is_collective: bool = False
+    recomputable: bool = True
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step in captured order, which respects dependencies; no forward op depends on a backward one, so all of
+    forward can run before backward starts.
+
+    An input of the backward region is a tangent: it arrives when backward starts.
+
+    `forward_outputs`, `backward_outputs`: indices of the ops whose values are returned (they stay alive to the end).
+    `static`: indices of the inputs that are parameters or buffers. `hints`: the value of every size symbol seen at
+    capture. `extra_resident_bytes`: bytes that stand on the device throughout without being an input (existing
+    gradients, optimizer state).
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    forward_outputs: tuple[int, ...]
+    backward_outputs: tuple[int, ...]
+    static: tuple[int, ...] = ()
+    hints: Mapping[str, int] = field(default_factory=dict)
+    extra_resident_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        verify_program(self)
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """For each storage, the index of the op that allocates it."""
+        owner = [-1] * len(self.storages)
+        for op in self.ops:
+            for storage in op.storages:
+                if owner[storage] < 0:
+                    owner[storage] = op.index
+        return tuple(owner)
+
+    def allocates(self, op: Op) -> tuple[int, ...]:
+        """Storages that `op` creates (the others it lists are those of its arguments: it is a view of them)."""
+        return tuple(s for s in op.storages if self.producer[s] == op.index)
+
+    def reads(self, op: Op) -> tuple[int, ...]:
+        """Storages that must hold their values when `op` runs, in argument order, each once."""
+        return tuple(dict.fromkeys(s for arg in op.args for s in self.ops[arg].storages))
+
+    def is_folded(self, op: Op) -> bool:
+        """Views, getitems and scalar ops: no bytes of their own, re-derived from their base wherever needed."""
+        return not (op.is_input or self.allocates(op) or op.mutates or op.is_random or op.is_collective)
+
+    def nbytes(self, values: Mapping[str, int] | None = None) -> list[int]:
+        """Bytes of every storage, with size symbols set to `values` (default: the hints)."""
+        return [sizes.evaluate(s.nbytes, self.hints if values is None else values) for s in self.storages]
+
+    @cached_property
+    def resident(self) -> tuple[int, ...]:
+        """Storages of forward inputs: on the device before, during and after the step."""
+        return tuple(dict.fromkeys(s for op in self.ops if op.is_input and op.region == "forward" for s in op.storages))
+
+    @property
+    def is_symbolic(self) -> bool:
+        return any(not isinstance(s.nbytes, int) for s in self.storages)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of structure and sizes, not of times or names: equal iff a schedule for one is valid for the other."""
+        parts = [
+            [
+                (op.target if not op.is_input else "input", op.region, op.args, op.storages, op.recomputable)
+                for op in self.ops
+            ],
+            [sizes.to_json(s.nbytes) for s in self.storages],
+            [self.forward_outputs, self.backward_outputs],
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def with_costs(self, seconds: list[float], workspace_bytes: list[int]) -> Program:
+        """The same program with measured or estimated cost per op (seconds, bytes)."""
+        ops = (
+            replace(op, seconds=s, workspace_bytes=w)
+            for op, s, w in zip(self.ops, seconds, workspace_bytes, strict=True)
+        )
+        return replace(self, ops=tuple(ops))
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "ops": [_op_to_json(op) for op in self.ops],
+            "sizes": [sizes.to_json(s.nbytes) for s in self.storages],
+            "devices": [s.device for s in self.storages],
+            "fw_outputs": list(self.forward_outputs),
+            "bw_outputs": list(self.backward_outputs),
+            "static": list(self.static),
+            "hints": dict(self.hints),
+            "extra_resident_bytes": self.extra_resident_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Program:
+        """Inverse of `to_json`; also reads captured instances, which lack the optional keys."""
+        devices = data.get("devices") or [""] * len(data["sizes"])
+        return cls(
+            name=data["name"],
+            ops=tuple(_op_from_json(i, op) for i, op in enumerate(data["ops"])),
+            storages=tuple(
+                Storage(i, sizes.from_json(size), device)
+                for i, (size, device) in enumerate(zip(data["sizes"], devices, strict=True))
+            ),
+            forward_outputs=tuple(dict.fromkeys(data["fw_outputs"])),
+            backward_outputs=tuple(dict.fromkeys(data["bw_outputs"])),
+            static=tuple(data["static"]),
+            hints=dict(data.get("hints", {})),
+            extra_resident_bytes=data.get("extra_resident_bytes", 0),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Program:
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+
+_IMPURE_TARGETS = ("rand", "dropout", "bernoulli")  # the instances' own convention; captured graphs carry tags instead
+_REGION_OF: dict[str, Region] = {"fw": "forward", "bw": "backward"}
+
+
+def _op_to_json(op: Op) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "target": op.target,
+        "kind": "input" if op.is_input else "op",
+        "phase": "fw" if op.region == "forward" else "bw",
+        "time": op.seconds,
+        "args": list(op.args),
+        "storages": list(op.storages),
+        "workspace": op.workspace_bytes,
+        "mutates": list(op.mutates),
+        "random": op.is_random,
+        "collective": op.is_collective,
+        "recomputable": op.recomputable,
+        "source": op.source,
+    }
+
+
+def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
+    is_random = data.get(
+        "random", any(word in data["target"] for word in _IMPURE_TARGETS) and "backward" not in data["target"]
+    )
+    return Op(
+        index=index,
+        name=data["name"],
+        target=data["target"],
+        region=_REGION_OF[data["phase"]],
+        args=tuple(data["args"]),
+        storages=tuple(data["storages"]),
+        is_input=data["kind"] == "input",
+        seconds=data["time"],
+        workspace_bytes=data.get("workspace", 0),
+        mutates=tuple(data.get("mutates", ())),
+        is_random=is_random,
+        is_collective=data.get("collective", False),
+        recomputable=data.get("recomputable", not is_random),
+        source=data.get("source", ""),
+    )
+
+
+def _lines(program: Program) -> Iterator[str]:
+    yield f"program {program.name} [{program.fingerprint}] {len(program.ops)} ops, {len(program.storages)} storages"
+    for op in program.ops:
+        creates = set(program.allocates(op))
+        owned = ", ".join(
+            f"s{s}:{_show(program.storages[s].nbytes)}" if s in creates else f"&s{s}" for s in op.storages
+        )
+        flags = "".join(
+            f" !{word}"
+            for word, on in (("random", op.is_random), ("mutates", op.mutates), ("collective", op.is_collective))
+            if on
+        )
+        args = ", ".join(f"%{a}" for a in op.args)
+        yield f"  {op.region[0]} %{op.index} {op.name} = {op.target}({args}) -> [{owned}]{flags}"
+    yield f"  forward outputs {list(program.forward_outputs)}, backward outputs {list(program.backward_outputs)}"
+
+
+def _show(nbytes: Size) -> str:
+    return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
+
+
+def verify_program(program: Program) -> None:
+    """Raise VerifyError unless indices, order, regions, storages and outputs are consistent."""
+
+    def check(condition: bool, message: str) -> None:
+        if not condition:
+            raise VerifyError(f"program {program.name}: {message}")
+
+    num_storages = len(program.storages)
+    check(all(s.id == i for i, s in enumerate(program.storages)), "storage ids must equal their positions")
+    for position, op in enumerate(program.ops):
+        check(op.index == position, f"op {op.name} has index {op.index} at position {position}")
+        check(all(0 <= a < position for a in op.args), f"op {op.name} uses a later op")
+        check(all(0 <= s < num_storages for s in (*op.storages, *op.mutates)), f"op {op.name} names an unknown storage")
+        check(
+            not (op.recomputable and (op.is_random or op.mutates or op.is_collective)),
+            f"op {op.name} has effects but is recomputable",
+        )
+        on_backward = [program.ops[a].name for a in op.args if program.ops[a].region == "backward"]
+        check(op.region == "backward" or not on_backward, f"forward op {op.name} depends on backward's {on_backward}")
+        check(op.seconds >= 0 and op.workspace_bytes >= 0, f"op {op.name} has a negative cost")
+    check(-1 not in program.producer, "a storage is never produced")
+    num_ops = len(program.ops)
+    check(
+        all(0 <= o < num_ops for o in (*program.forward_outputs, *program.backward_outputs)), "an output is not an op"
+    )
+    check(
+        all(program.ops[o].region == "forward" for o in program.forward_outputs), "a forward output is made in backward"
+    )

@@ -1,0 +1,122 @@
+"""The reduced numeric view of a `Program` that planners work on: kernels that own bytes, storages, CSR arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fxmem.ir.program import Program
+from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
+from fxmem.schedule.simulate import resident_bytes
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Kernels 0..N-1 in captured order (`num_forward` of them first); storages keep the program's ids 0..S-1.
+
+    `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. `reads`/`writes` in CSR form:
+    kernel k reads read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages
+    (forward inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: forward outputs and
+    gradients. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
+    """
+
+    program: Program
+    num_forward: int
+    kernel_op: IntArray
+    seconds: npt.NDArray[np.float64]
+    workspace_bytes: IntArray
+    recomputable: npt.NDArray[np.bool_]
+    read_ptr: IntArray
+    read_idx: IntArray
+    write_ptr: IntArray
+    write_idx: IntArray
+    nbytes: IntArray
+    producer: IntArray
+    keep_to_end: npt.NDArray[np.bool_]
+    base_bytes: int
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self.kernel_op)
+
+    @property
+    def num_storages(self) -> int:
+        return len(self.nbytes)
+
+    @cached_property
+    def kernel_of_op(self) -> dict[int, int]:
+        return {int(op): k for k, op in enumerate(self.kernel_op)}
+
+    @cached_property
+    def baseline_s(self) -> float:
+        """Seconds of the step with nothing recomputed."""
+        return float(self.seconds.sum())
+
+    def reads(self, kernel: int) -> IntArray:
+        return self.read_idx[self.read_ptr[kernel] : self.read_ptr[kernel + 1]]
+
+    def writes(self, kernel: int) -> IntArray:
+        return self.write_idx[self.write_ptr[kernel] : self.write_ptr[kernel + 1]]
+
+    def actions(self, order: Iterable[int], num_forward_steps: int) -> tuple[Action, ...]:
+        """Kernel order -> actions: the first run of a kernel is Compute, later ones Recompute; StartBackward after
+        `num_forward_steps` kernels."""
+        done: set[int] = set()
+        out: list[Action] = []
+        position = -1
+        for position, kernel in enumerate(order):
+            if position == num_forward_steps:
+                out.append(StartBackward())
+            op = int(self.kernel_op[kernel])
+            out.append(Recompute(op) if kernel in done else Compute(op))
+            done.add(kernel)
+        if position < num_forward_steps:
+            out.append(StartBackward())
+        return tuple(out)
+
+
+def reduce_program(program: Program) -> Problem:
+    """Fold views away and lay the rest out as arrays (bytes at the program's hints)."""
+    resident = set(program.resident)
+    owners = [op for op in program.ops if not program.is_folded(op) and not (op.is_input and op.region == "forward")]
+    kernels = sorted(owners, key=lambda op: op.region == "backward")  # tangents come first among backward's
+    reads = [[s for s in (*program.reads(op), *op.mutates) if s not in resident] for op in kernels]
+    reads = [list(dict.fromkeys(row)) for row in reads]
+    writes = [list(program.allocates(op)) for op in kernels]
+    keep = np.zeros(len(program.storages), dtype=np.bool_)
+    for index in (*program.forward_outputs, *program.backward_outputs):
+        keep[list(program.ops[index].storages)] = True
+    keep[list(resident)] = False
+    kernel_at = {op.index: k for k, op in enumerate(kernels)}
+    return Problem(
+        program=program,
+        num_forward=sum(op.region == "forward" for op in kernels),
+        kernel_op=np.array([op.index for op in kernels], dtype=np.int64),
+        seconds=np.array([op.seconds for op in kernels], dtype=np.float64),
+        workspace_bytes=np.array([op.workspace_bytes for op in kernels], dtype=np.int64),
+        recomputable=np.array([op.recomputable and not op.is_input for op in kernels], dtype=np.bool_),
+        read_ptr=_offsets(reads),
+        read_idx=_flat(reads),
+        write_ptr=_offsets(writes),
+        write_idx=_flat(writes),
+        nbytes=np.array(program.nbytes(), dtype=np.int64),
+        producer=np.array(
+            [-1 if s in resident else kernel_at[program.producer[s]] for s in range(len(keep))], dtype=np.int64
+        ),
+        keep_to_end=keep,
+        base_bytes=resident_bytes(program),
+    )
+
+
+def _offsets(rows: list[list[int]]) -> IntArray:
+    return np.cumsum([0, *map(len, rows)], dtype=np.int64)
+
+
+def _flat(rows: list[list[int]]) -> IntArray:
+    return np.array([s for row in rows for s in row], dtype=np.int64)

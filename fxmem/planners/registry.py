@@ -1,0 +1,64 @@
+"""The registry: a planner is a function `(Problem, budget_bytes, Options) -> Solution` with a name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxmem.errors import OptionError
+from fxmem.planners.problem import Problem
+from fxmem.schedule.actions import Action, Tier
+from fxmem.schedule.simulate import Machine
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every planner may use. `solve_s`: time limit in seconds (None: the planner's own choice). `tiers`: where bytes may be
+    offloaded to. `machine`: links of those tiers. `progress`: called with (seconds spent, message) now and then."""
+
+    solve_s: float | None = None
+    tiers: tuple[Tier, ...] = ()
+    machine: Machine = field(default_factory=Machine)
+    seed: int = 0
+    progress: Callable[[float, str], None] | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A planner's answer: actions (judged by the simulator, not by the planner), a proven lower bound on the extra seconds of any
+    plan under the budget (0.0 if none is known), and notes for the report."""
+
+    actions: tuple[Action, ...]
+    lower_bound_s: float = 0.0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+Planner = Callable[[Problem, int, Options], Solution]
+PLANNERS: dict[str, Planner] = {}
+# modules that register planners when imported
+_MODULES = ("simple", "auto", "exact", "chain_program", "offload")
+
+
+def register(name: str) -> Callable[[Planner], Planner]:
+    """Class the decorated function under `name`."""
+
+    def wrap(planner: Planner) -> Planner:
+        PLANNERS[name] = planner
+        return planner
+
+    return wrap
+
+
+def get_planner(name: str) -> Planner:
+    """The planner called `name`. Raises OptionError naming the choices."""
+    for module in _MODULES:
+        try:
+            importlib.import_module(f"fxmem.planners.{module}")
+        except ModuleNotFoundError as error:
+            if error.name != f"fxmem.planners.{module}":
+                raise
+    if name not in PLANNERS:
+        raise OptionError(f"unknown planner {name!r}: choose one of {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[name]

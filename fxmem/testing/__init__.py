@@ -1,0 +1,1 @@
+"""Public tools to test FX passes and planners."""
