@@ -61,10 +61,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """A training step in captured order, which respects dependencies; no forward op depends on a backward one, so all of
-    forward can run before backward starts.
+    """A training step in captured order, which respects dependencies.
 
-    An input of the backward region is a tangent: it arrives when backward starts.
+    No forward op depends on a backward one, so all of forward can run before backward starts. An input of the backward region is a tangent: it arrives when backward starts.
 
     `forward_outputs`, `backward_outputs`: indices of the ops whose values are returned (they stay alive to the end).
     `static`: indices of the inputs that are parameters or buffers. `hints`: the value of every size symbol seen at

@@ -18,12 +18,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Problem:
-    """Kernels 0..N-1 in captured order (`num_forward` of them first); storages keep the program's ids 0..S-1.
+    """Kernels 0..N-1: forward's in captured order (`num_forward`), then backward's; storages keep their ids 0..S-1.
 
-    `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. `reads`/`writes` in CSR form:
-    kernel k reads read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages
-    (forward inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: forward outputs and
-    gradients. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
+    `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. In CSR form kernel k reads
+    read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages (forward
+    inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: forward outputs
+    and gradients. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
     """
 
     program: Program

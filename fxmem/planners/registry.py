@@ -15,8 +15,11 @@ from fxmem.schedule.simulate import Machine
 
 @dataclass(frozen=True)
 class Options:
-    """What every planner may use. `solve_s`: time limit in seconds (None: the planner's own choice). `tiers`: where bytes may be
-    offloaded to. `machine`: links of those tiers. `progress`: called with (seconds spent, message) now and then."""
+    """What every planner may use.
+
+    `solve_s`: time limit in seconds (None: the planner's own choice). `tiers`: where bytes may be offloaded to.
+    `machine`: links of those tiers. `progress`: called with (seconds spent, message) now and then.
+    """
 
     solve_s: float | None = None
     tiers: tuple[Tier, ...] = ()
@@ -27,8 +30,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Solution:
-    """A planner's answer: actions (judged by the simulator, not by the planner), a proven lower bound on the extra seconds of any
-    plan under the budget (0.0 if none is known), and notes for the report."""
+    """A planner's answer: actions (the simulator judges them), a lower bound, and notes for the report.
+
+    `lower_bound_s`: no plan under the budget adds fewer seconds (0.0 if nothing is known).
+    """
 
     actions: tuple[Action, ...]
     lower_bound_s: float = 0.0

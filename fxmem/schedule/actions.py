@@ -1,8 +1,8 @@
 """Schedule actions: a `Plan` is a list of these over the ops and storages of one `Program`.
 
-Only ops that own bytes or have effects appear (`Program.is_folded` ones are re-derived just in time). A value dies after
-its last read before it is created again, so nothing is said to drop it; `Free` marks only where the compute stream waits
-for a device-to-host copy and gives the bytes back.
+Only ops that own bytes or have effects appear (`Program.is_folded` ones are re-derived just in time). A value dies
+after its last read before it is created again, so nothing is said to drop it; `Free` marks only where the compute
+stream waits for a device-to-host copy and gives the bytes back.
 """
 
 from __future__ import annotations
