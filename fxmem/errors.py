@@ -27,7 +27,7 @@ class CaptureError(FxmemError):
         self.source = source
 
 
-class PlanMismatch(FxmemError):  # noqa: N818
+class PlanMismatch(FxmemError):
     """A plan made for another graph was applied to this one."""
 
 
@@ -35,7 +35,7 @@ class OffloadError(FxmemError):
     """Host memory or disk refused to hold offloaded bytes; nothing was lost, the step failed as a whole."""
 
 
-class BudgetInfeasible(FxmemError):  # noqa: N818
+class BudgetInfeasible(FxmemError):
     """No plan fits the budget.
 
     `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes).

@@ -63,12 +63,11 @@ class Op:
 class Program:
     """A training step in captured order, which respects dependencies.
 
-    No forward op depends on a backward one, so all of forward can run before backward starts. An input of the backward region is a tangent: it arrives when backward starts.
-
-    `forward_outputs`, `backward_outputs`: indices of the ops whose values are returned (they stay alive to the end).
-    `static`: indices of the inputs that are parameters or buffers. `hints`: the value of every size symbol seen at
-    capture. `extra_resident_bytes`: bytes that stand on the device throughout without being an input (existing
-    gradients, optimizer state).
+    No forward op depends on a backward one, so all of forward can run before backward starts. An input of the backward
+    No forward op depends on a backward one: all of forward can run before backward starts. An input of the backward
+    values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
+    `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
+    throughout without being an input (existing gradients, optimizer state).
     """
 
     name: str

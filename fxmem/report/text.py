@@ -1,0 +1,79 @@
+"""A plan as text: figures, what stands at the peak, the saved-tensor table."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from fxmem.planning import Plan
+from fxmem.report.decisions import saved_tensors, standing_at_peak
+from fxmem.schedule import Offload, Recompute
+from fxmem.units import format_bytes
+
+NUM_ROWS = 12
+
+
+def summary(plan: Plan, width: int = 110) -> str:
+    """The whole report, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    for table in (figures(plan), _peak_table(plan), _saved_table(plan)):
+        console.print(table)
+    return str(console.file.getvalue()).rstrip() + "\n"  # type: ignore[attr-defined]
+
+
+def figures(plan: Plan) -> Table:
+    """Baseline, budget, peak, extra time, bound, gap."""
+    table = Table(title=f"plan of {plan.program.name} by {plan.planner}", show_header=False, title_justify="left")
+    for name, value in figure_rows(plan):
+        table.add_row(name, value)
+    return table
+
+
+def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """(name, value) of every figure of the plan."""
+    base_s = plan.baseline_s or 1.0
+    moved = plan.simulation.bytes_moved
+    rows: list[tuple[str, ...]] = [
+        ("peak with no plan", format_bytes(plan.baseline_peak_bytes)),
+        ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)),
+        ("predicted peak", f"{format_bytes(plan.peak_bytes)} ({plan.peak_bytes / plan.baseline_peak_bytes:.1%})"),
+        ("op time of a step", f"{plan.baseline_s * 1e3:.2f} ms"),
+        ("extra time", f"{plan.extra_s * 1e3:.2f} ms ({plan.extra_s / base_s:.2%})"),
+        ("lower bound on it", f"{plan.lower_bound_s * 1e3:.2f} ms (gap {plan.gap:.2%} of the step)"),
+        ("recomputed ops", str(sum(isinstance(action, Recompute) for action in plan.actions))),
+    ]
+    if moved:
+        num = sum(isinstance(action, Offload) for action in plan.actions)
+        rows.append(("offloaded", f"{num} storages, {format_bytes(moved)} moved both ways"))
+    return [*rows, ("solving took", f"{plan.solve_s:.2f} s")]
+
+
+def _peak_table(plan: Plan) -> Table:
+    table = Table(title="what stands at the peak", title_justify="left")
+    for name in ("bytes", "what", "kind", "source"):
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="ellipsis", no_wrap=True)
+    rows = standing_at_peak(plan)
+    for row in rows[:NUM_ROWS]:
+        table.add_row(format_bytes(row.nbytes), row.name, row.kind, row.source)
+    if len(rows) > NUM_ROWS:
+        rest = rows[NUM_ROWS:]
+        table.add_row(format_bytes(sum(row.nbytes for row in rest)), f"{len(rest)} more", "", "")
+    return table
+
+
+def _saved_table(plan: Plan) -> Table:
+    rows = saved_tensors(plan)
+    table = Table(title="values backward needs", title_justify="left")
+    for name in ("bytes", "number", "op", "decision"):
+        table.add_column(name, justify="left" if name in ("op", "decision") else "right")
+    nbytes: Counter[tuple[str, str]] = Counter()
+    number: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        nbytes[row.target, row.decision] += row.nbytes
+        number[row.target, row.decision] += 1
+    for (target, decision), total in nbytes.most_common(NUM_ROWS):
+        table.add_row(format_bytes(total), str(number[target, decision]), target, decision)
+    return table
