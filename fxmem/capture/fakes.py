@@ -1,0 +1,89 @@
+"""Fake stand-ins for a model's tensors and arguments, on the device they are meant for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxmem import compat
+
+
+class Fakes:
+    """Replaces tensors of `function` (if a module, or found in a closure) and of `arguments` by fake ones.
+
+    Aliasing is kept: views of one storage become views of one fake storage, tied parameters stay tied.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Any, device: torch.device | str | None) -> None:
+        self.mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+        self._modules = list(_modules_of(function))
+        self._arguments = arguments
+        self._device = torch.device(device) if device is not None else self._nominal_device()
+        self._bases: dict[int, Tensor] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def installed(self, *, all_tensors: bool) -> Iterator[Any]:
+        """Put the stand-ins into the modules for the time of the block; yields the arguments with theirs.
+
+        Without `all_tensors` only those are replaced that have no bytes anyway (meta tensors).
+        """
+        undo: list[tuple[dict[str, Any], str, Tensor]] = []
+
+        def replace(tensor: Tensor) -> Tensor:
+            return self._stand_in(tensor) if all_tensors or tensor.is_meta else tensor
+
+        try:
+            for module in self._modules:
+                for slots in (module._parameters, module._buffers, module.__dict__):
+                    for name, value in list(slots.items()):
+                        if isinstance(value, Tensor):
+                            undo.append((slots, name, value))
+                            slots[name] = replace(value)
+            yield compat.tree_map_only(Tensor, replace, self._arguments)
+        finally:
+            for slots, name, value in undo:
+                slots[name] = value
+
+    def _nominal_device(self) -> torch.device:
+        tensors = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        tensors += [t for t in compat.tree_leaves(self._arguments) if isinstance(t, Tensor)]
+        return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._tensors:
+            return self._tensors[id(tensor)][1]
+        device = self._device if tensor.is_meta else tensor.device
+        with torch.no_grad(), self.mode:
+            fake = self._base(tensor, device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+        self._tensors[id(tensor)] = (tensor, fake)  # keeps `tensor`, so that its id stays its own
+        return fake
+
+    def _base(self, tensor: Tensor, device: torch.device) -> Tensor:
+        key = compat.storage_key(tensor)
+        if key not in self._bases:
+            nbytes = int(compat.storage_nbytes(tensor))
+            self._bases[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        base = self._bases[key]
+        return base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+
+
+def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Modules reachable from a module, bound method, partial, or a function's closure."""
+    candidates = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
+    candidates += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    seen: set[int] = set()
+    for candidate in candidates:
+        if isinstance(candidate, nn.Module):
+            for module in candidate.modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield module

@@ -1,0 +1,261 @@
+"""`JointGraph`: one captured graph, in a normal form.
+
+Nodes stand in the order: forward inputs, constants, forward ops, in-place updates of inputs, tangents, backward ops,
+output. AOTAutograd leaves tangents before the forward ops and updates after the backward ones; here the order is the
+order of execution, so that the position of a node is the index of its op in a Program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxmem import compat
+from fxmem.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward of one graph; every node carries ``meta["val"]`` (FakeTensor, SymInt or a tuple).
+
+    The output node returns a flat list: `num_forward_outputs` values of forward, then one gradient (or None) for each
+    forward input. `num_forward_nodes`: nodes before the first that runs in backward. `static_inputs`: placeholders of
+    parameters and buffers; `names`: placeholder -> fully qualified name in the module; `mutated_inputs`: placeholders
+    whose storage is overwritten at the end of forward, by an op of the graph or by the runtime wrapper;
+    `sources`: node -> 'file:line: code' of the model.
+    """
+
+    graph_module: fx.GraphModule
+    num_forward_outputs: int
+    num_forward_nodes: int
+    static_inputs: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    mutated_inputs: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes but the output, in execution order."""
+        return [n for n in self.graph_module.graph.nodes if n.op != "output"]
+
+    @property
+    def tangents(self) -> tuple[str, ...]:
+        """Placeholders of the incoming gradients of the forward outputs."""
+        return tuple(n.name for n in self.nodes[self.num_forward_nodes :] if n.op == "placeholder")
+
+    @property
+    def static_indices(self) -> tuple[int, ...]:
+        """Positions of `static_inputs` among the forward inputs."""
+        inputs = [n.name for n in self.nodes[: self.num_forward_nodes] if n.op == "placeholder"]
+        return tuple(inputs.index(name) for name in self.static_inputs)
+
+    @property
+    def has_backward(self) -> bool:
+        return self.num_forward_nodes < len(self.nodes)
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What the output node returns: nodes, None, or constants."""
+        (node,) = self.graph_module.graph.find_nodes(op="output")
+        return tuple(node.args[0])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of structure, shapes, strides, dtypes and device types; not of names: equal iff a plan applies."""
+        digest = hashlib.sha256()
+        index: dict[fx.Node, int] = {}
+        for node in self.graph_module.graph.nodes:
+            index[node] = len(index)
+            args = fx.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+            target = "" if node.op in ("placeholder", "get_attr") else _target_name(node)
+            digest.update(f"{node.op} {target} {args} {_describe(node.meta.get('val'))}\n".encode())
+        digest.update(f"{self.num_forward_outputs} {self.num_forward_nodes}".encode())
+        return digest.hexdigest()[:16]
+
+
+def from_aot(
+    joint: fx.GraphModule,
+    num_forward_outputs: int,
+    static_indices: Iterable[int] = (),
+    input_sources: Sequence[str] = (),
+) -> JointGraph:
+    """Normal form of AOTAutograd's joint graph (rewritten in place, so that the caller keeps a consistent one).
+
+    `static_indices`: positions of parameters and buffers among the forward inputs. `input_sources`: Dynamo's source
+    of each graph input.
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    inputs = [n for n in placeholders if not is_tangent(n)]
+    num_forward_nodes = _order_by_execution(joint.graph)
+    mutated = _mutated_inputs(joint.graph, inputs, num_forward_nodes)
+    num_forward_nodes += _save_overwritten(joint.graph, mutated, num_forward_nodes)
+    joint.graph.lint()
+    joint.recompile()
+    static = [inputs[i] for i in static_indices if i < len(inputs)]
+    return JointGraph(
+        graph_module=joint,
+        num_forward_outputs=num_forward_outputs,
+        num_forward_nodes=num_forward_nodes,
+        static_inputs=tuple(n.name for n in static),
+        names=_qualified_names(static, input_sources),
+        mutated_inputs=tuple(n.name for n in mutated),
+        sources=dict(_sources(joint.graph)),
+    )
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Is this placeholder the gradient of a forward output?"""
+    return node.op == "placeholder" and (
+        isinstance(node.meta.get("desc"), compat.TangentAOTInput) or node.name.startswith("tangents_")
+    )
+
+
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the op overwrites, according to its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(value, written.append)
+    return written
+
+
+def _order_by_execution(graph: fx.Graph) -> int:
+    """Reorder (see the module's docstring); returns the number of nodes before the first of backward."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    inputs = [n for n in nodes if n.op == "placeholder" and not is_tangent(n)]
+    constants = [n for n in nodes if n.op == "get_attr"]
+    tangents = [n for n in nodes if is_tangent(n)]
+    calls = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
+    updates = [n for n in calls if n.meta.get("partitioner_tag") == "must_be_in_forward"]
+    ops = [n for n in calls if n not in set(updates)]
+    last = max((i for i, n in enumerate(ops) if n.meta.get("partitioner_tag") == "is_forward"), default=-1)
+    if not tangents:
+        last = len(ops) - 1
+    forward = [*inputs, *constants, *ops[: last + 1], *updates]
+    _move(graph, [*forward, *tangents, *ops[last + 1 :]])
+    return len(forward)
+
+
+def _move(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    (output,) = graph.find_nodes(op="output")
+    for node in order:
+        output.prepend(node)
+
+
+def _mutated_inputs(graph: fx.Graph, inputs: Sequence[fx.Node], num_forward_nodes: int) -> list[fx.Node]:
+    """Inputs overwritten at the end of forward: by ops of the graph, or by the runtime from a forward output."""
+    by_desc = {n.meta.get("desc"): n for n in inputs if n.meta.get("desc") is not None}
+    (output,) = graph.find_nodes(op="output")
+    mutated = {
+        by_desc[desc.mutated_input]: None
+        for desc in output.meta.get("desc") or ()
+        if isinstance(desc, compat.InputMutationAOTOutput) and desc.mutated_input in by_desc
+    }
+    storages = {compat.storage_key(n.meta["val"]): n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)}
+    for node in list(graph.nodes)[:num_forward_nodes]:
+        for argument in written_args(node):
+            owner = storages.get(compat.storage_key(argument.meta["val"]))
+            if owner is not None:
+                mutated[owner] = None
+    return list(mutated)
+
+
+def _save_overwritten(graph: fx.Graph, mutated: Sequence[fx.Node], num_forward_nodes: int) -> int:
+    """Clone, in forward, what backward reads of an input that is overwritten by then; returns how many."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    forward = set(nodes[:num_forward_nodes])
+    overwritten = {compat.storage_key(n.meta["val"]) for n in mutated}
+    first_write = next((n for n in nodes[:num_forward_nodes] if written_args(n)), None)
+    anchor = first_write if first_write is not None else nodes[num_forward_nodes - 1].next
+    num_clones = 0
+    for node in nodes[:num_forward_nodes]:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or compat.storage_key(value) not in overwritten or written_args(node):
+            continue
+        readers = [u for u in node.users if u not in forward and u.op != "output"]
+        if readers:
+            num_clones += 1
+            clone = _clone_before(graph, node, anchor)
+            for reader in readers:
+                reader.replace_input_with(node, clone)
+    return num_clones
+
+
+def _clone_before(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:
+    with graph.inserting_before(anchor):
+        clone = graph.call_function(torch.ops.aten.clone.default, (node,))
+    value = node.meta["val"]
+    with value.fake_mode:
+        clone.meta = {**node.meta, "val": value.clone(), "partitioner_tag": "is_forward"}
+    clone.meta.pop("desc", None)
+    return clone
+
+
+_MODULE_STEP = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]|_(?:parameters|buffers)\[['\"]([^'\"]+)['\"]\]|\.(\w+)$")
+
+
+def _qualified_names(static: Sequence[fx.Node], input_sources: Sequence[str]) -> dict[str, str]:
+    """placeholder -> name in the module; prefixed by the root expression only if there are several roots."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in static:
+        desc = node.meta.get("desc")
+        if isinstance(desc, compat.PlainAOTInput) and desc.idx < len(input_sources) and input_sources[desc.idx]:
+            found[node.name] = _split_source(input_sources[desc.idx])
+    several = len({root for root, _ in found.values()}) > 1
+    return {name: f"{root}.{path}" if several else path for name, (root, path) in found.items()}
+
+
+def _split_source(source: str) -> tuple[str, str]:
+    """``L['self']._modules['a']._parameters['w']`` -> ("self", "a.w")."""
+    steps = [next(filter(None, groups)) for groups in _MODULE_STEP.findall(source)]
+    root = re.match(r"[LG]\['(\w+)'\]", source)
+    return root[1] if root else "", ".".join(steps) or source
+
+
+def _sources(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    for node in graph.nodes:
+        frame = user_frame(node.meta.get("stack_trace"))
+        if frame is not None:
+            yield node.name, frame
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+
+
+def user_frame(stack_trace: str | None) -> str | None:
+    """'file:line: code' of the innermost frame of a printed stack that is not torch's own."""
+    frames = [m for m in _FRAME.finditer(stack_trace or "")]
+    own = [m for m in frames if "/torch/" not in m["file"].replace("\\", "/")] or frames
+    return f"{own[-1]['file']}:{own[-1]['line']}: {own[-1]['code'].strip()}" if own else None
+
+
+def _target_name(node: fx.Node) -> str:
+    return str(node.target) if not callable(node.target) else getattr(node.target, "__name__", "") + str(
+        node.target if isinstance(node.target, torch._ops.OpOverload) else ""
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.device.type} {tuple(value.shape)} {value.stride()}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_describe, value))})"
+    return str(value)
+
+
+def require_tensors(joint: JointGraph) -> None:
+    """Raise CaptureError if a node lacks its fake value: without sizes there is no plan."""
+    for node in joint.nodes:
+        if "val" not in node.meta and node.op == "call_function":
+            raise CaptureError(f"op {node.name} ({node.target}) has no known shape", joint.sources.get(node.name))
