@@ -208,6 +208,9 @@ class _Walk:
         for storage in self.program.allocates(op):
             if storage in self.copying or storage in self.arriving:
                 self.fail(step, action, f"storage {storage} is being copied")
+            if storage in self.born and storage in self.keep:  # returned to the caller: the copy is a transient
+                self.done.append((storage, step, step))
+                continue
             if storage in self.born:
                 self._close(storage, self.last[storage])
             self.copied.discard(storage)
