@@ -29,7 +29,7 @@ help:
 venv: $(STAMP)
 
 # torch comes from the pin: without one, pip would take the newest build with several gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml .constraints.txt fxmem/planners/_kernel.c
+$(STAMP): pyproject.toml .constraints.txt $(wildcard fxmem/planners/*.[ch])
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[dev]'

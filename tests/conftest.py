@@ -1,10 +1,16 @@
 """Settings and fixtures that every test shares."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests build models from configs and fetch nothing
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it: one cache a run, and never the user's
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fxmem-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import torch
@@ -22,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing with them")
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Return `check(name, text)`: fails unless `text` is what tests/golden/<name>.txt holds; `--update-golden` rewrites the file."""
+    """Return `check(name, text)`: tests/golden/<name>.txt must hold `text`; `--update-golden` writes it."""
     update = request.config.getoption("--update-golden")
 
     def check(name: str, text: str) -> None:
