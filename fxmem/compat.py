@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
     TangentAOTInput,
 )
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -35,19 +41,24 @@ __all__ = [
     "PlainAOTInput",
     "TangentAOTInput",
     "TorchDynamoException",
-    "Unsupported",
     "aot_autograd",
+    "compile_with_inductor",
+    "cpu_memory_deltas",
     "current_fake_mode",
     "default_partition",
-    "fake_in_current_mode",
     "isolated_compile",
+    "error_on_graph_break",
+    "fake_in_current_mode",
     "innermost_user_frame",
+    "is_wrapper_subclass",
     "no_aot_cache",
     "no_modes",
     "placeholder_source",
     "quiet_dynamo",
+    "saved_description",
     "storage_key",
     "storage_nbytes",
+    "symbol_values",
     "tree_leaves",
     "tree_map_only",
     "unset_fake_temporarily",
@@ -139,6 +150,14 @@ def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
     return nbytes
 
 
+def symbol_values(tensor: torch.Tensor) -> dict[str, int]:
+    """Value of every size symbol that the shape environment of a FakeTensor has seen."""
+    shape_env = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+    attribute = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # before torch 2.12
+    values = getattr(shape_env, attribute, {})
+    return {str(symbol): int(value) for symbol, value in values.items()}
+
+
 def innermost_user_frame(error: BaseException) -> str | None:
     """'file:line: code' of the user's line that Dynamo was tracing when it failed, if it knows."""
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
@@ -146,3 +165,42 @@ def innermost_user_frame(error: BaseException) -> str | None:
         return None
     frame = stack[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def cpu_memory_deltas(function: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """Run `function`; its result, and the bytes of each allocation (> 0) and release (< 0) of the CPU allocator, in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes two lines to stderr a session
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = function()
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    on_cpu = [(e.start_ns(), e.nbytes()) for e in events if e.device_type() == DeviceType.CPU]
+    return result, [nbytes for _, nbytes in sorted(on_cpu, key=lambda event: event[0])]
+
+
+def saved_description(index: int, is_unchecked: bool) -> Any:
+    """AOTAutograd's note on the `index`-th value that forward saves for backward."""
+    return SavedForBackwardsNoVcCheckAOTOutput(index) if is_unchecked else SavedForBackwardsAOTOutput(index)
+
+
+PartitionFn = Callable[[fx.GraphModule, Sequence[int], int], tuple[fx.GraphModule, fx.GraphModule]]
+"""(joint graph, positions of parameters and buffers, number of forward outputs) -> (forward, backward)"""
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn, key: str
+) -> Callable[..., Any]:
+    """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+            return partition(gm, options["static_lifetime_input_indices"] or (), options["num_fwd_outputs"])
+
+        def uuid(self) -> str:
+            return f"fxmem {key}"
+
+    patches = {"custom_partitioner_fn": Partitioner()}
+    compiled: Callable[..., Any] = compile_fx(module, list(example_inputs), config_patches=patches)
+    return compiled

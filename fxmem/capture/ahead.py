@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from fxmem import compat
 from fxmem.capture.backend import make_backend
+from fxmem.capture.errors import as_capture_error
 from fxmem.capture.fakes import Fakes
-from fxmem.capture.joint import JointGraph, user_frame
-from fxmem.errors import CaptureError, FxmemError
+from fxmem.capture.joint import JointGraph
+from fxmem.errors import CaptureError
 
 Frontend = Literal["dynamo", "make_fx"]
 
@@ -24,6 +25,10 @@ class _Captured(BaseException):
 
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
+
+
+class _GraphBreak(Exception):  # noqa: N818
+    """Dynamo can't make one graph of the callable."""
 
 
 def with_loss(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,30 +72,30 @@ def capture(
         stack.enter_context(compat.quiet_dynamo(dynamic))
         stack.enter_context(torch.set_grad_enabled(train))
         fakes = Fakes(function, (args, dict(kwargs or {})), device)
+        fake_args, fake_kwargs = stack.enter_context(fakes.installed())
         try:
-            with fakes.installed(all_tensors=False) as (fake_args, fake_kwargs):
-                return [_first_graph(target, fake_args, fake_kwargs, dynamic)]
-        except compat.Unsupported:
-            with fakes.installed(all_tensors=True) as (fake_args, fake_kwargs):
-                return _all_graphs(target, fake_args, fake_kwargs, dynamic, fakes.mode)
+            return [_only_graph(target, fake_args, fake_kwargs, dynamic)]
+        except _GraphBreak:
+            return _all_graphs(target, fake_args, fake_kwargs, dynamic, fakes.mode)
 
 
-def _first_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool) -> JointGraph:
-    """The only graph of `function`. Raises Unsupported if Dynamo would break it."""
+def _only_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool) -> JointGraph:
+    """The graph of `function`. Raises _GraphBreak if Dynamo would make several."""
 
     def stop(joint: JointGraph) -> NoReturn:
         raise _Captured(joint)
 
-    compiled = compat.isolated_compile(function, make_backend(stop, inference=stop), fullgraph=True, dynamic=dynamic)
+    compiled = compat.isolated_compile(function, make_backend(stop, inference=stop), dynamic=dynamic)
     try:
-        compiled(*args, **kwargs)
+        with compat.error_on_graph_break(True):
+            compiled(*args, **kwargs)
     except _Captured as captured:
         return captured.joint
-    except compat.Unsupported:
+    except CaptureError:
         raise
     except Exception as error:
-        raise _capture_error(error) from error
-    raise CaptureError("nothing to capture: the callable has no tensor operations", _where(function))
+        raise _GraphBreak from error
+    raise CaptureError(_NOTHING, _where(function))
 
 
 def _all_graphs(
@@ -116,26 +121,13 @@ def _all_graphs(
     try:
         compiled(*args, **kwargs)
     except Exception as error:
-        raise _capture_error(error) from error
+        raise as_capture_error(error) from error
     if not found:
-        raise CaptureError("nothing to capture: the callable has no tensor operations", _where(function))
+        raise CaptureError(_NOTHING, _where(function))
     return found
 
 
-def _capture_error(error: Exception) -> FxmemError:
-    """The error as CaptureError with the model's line; fxmem's own errors pass through."""
-    inner = error.inner_exception if isinstance(error, compat.BackendCompilerFailed) else error
-    if isinstance(inner, FxmemError):
-        return inner
-    source = compat.innermost_user_frame(error) or user_frame(str(error)) or _traceback_frame(inner)
-    first_line = next((line for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
-    return CaptureError(f"can't capture the model: {type(inner).__name__}: {first_line}", source)
-
-
-def _traceback_frame(error: BaseException) -> str | None:
-    import traceback
-
-    return user_frame("".join(traceback.format_tb(error.__traceback__)))
+_NOTHING = "nothing to capture: the callable runs no tensor operation that Dynamo traces"
 
 
 def _where(function: Callable[..., Any]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.errors import capture_errors
 from fxmem.capture.joint import JointGraph, from_aot, require_tensors
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
@@ -73,7 +74,7 @@ def make_backend(
             partition_fn=partition_fn,
             keep_inference_input_mutations=True,
         )
-        with compat.no_aot_cache():
+        with compat.no_aot_cache(), capture_errors():
             compiled: Callable[..., Any] = aot(module, [compat.fake_in_current_mode(x) for x in example_inputs])
         return compiled
 

@@ -20,31 +20,24 @@ class Fakes:
 
     def __init__(self, function: Callable[..., Any], arguments: Any, device: torch.device | str | None) -> None:
         self.mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-        self._modules = list(_modules_of(function))
+        self._modules = list(modules_of(function))
         self._arguments = arguments
         self._device = torch.device(device) if device is not None else self._nominal_device()
         self._bases: dict[int, Tensor] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
-    def installed(self, *, all_tensors: bool) -> Iterator[Any]:
-        """Put the stand-ins into the modules for the time of the block; yields the arguments with theirs.
-
-        Without `all_tensors` only those are replaced that have no bytes anyway (meta tensors).
-        """
+    def installed(self) -> Iterator[Any]:
+        """Put the stand-ins into the modules for the time of the block; yields the arguments with theirs."""
         undo: list[tuple[dict[str, Any], str, Tensor]] = []
-
-        def replace(tensor: Tensor) -> Tensor:
-            return self._stand_in(tensor) if all_tensors or tensor.is_meta else tensor
-
         try:
             for module in self._modules:
                 for slots in (module._parameters, module._buffers, module.__dict__):
                     for name, value in list(slots.items()):
                         if isinstance(value, Tensor):
                             undo.append((slots, name, value))
-                            slots[name] = replace(value)
-            yield compat.tree_map_only(Tensor, replace, self._arguments)
+                            slots[name] = self._stand_in(value)
+            yield compat.tree_map_only(Tensor, self._stand_in, self._arguments)
         finally:
             for slots, name, value in undo:
                 slots[name] = value
@@ -57,6 +50,8 @@ class Fakes:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._tensors:
             return self._tensors[id(tensor)][1]
+        if compat.is_wrapper_subclass(tensor):
+            return tensor
         device = self._device if tensor.is_meta else tensor.device
         with torch.no_grad(), self.mode:
             fake = self._base(tensor, device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -64,6 +59,9 @@ class Fakes:
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         else:
             fake.requires_grad_(tensor.requires_grad)
+        fake.__dict__.update(
+            {k: v for k, v in tensor.__dict__.items() if k.startswith("_dynamo_")}
+        )  # mark_dynamic etc.
         self._tensors[id(tensor)] = (tensor, fake)  # keeps `tensor`, so that its id stays its own
         return fake
 
@@ -76,7 +74,7 @@ class Fakes:
         return base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
 
 
-def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
+def modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
     """Modules reachable from a module, bound method, partial, or a function's closure."""
     candidates = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
     candidates += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.errors import user_frame
 from fxmem.errors import CaptureError
 
 
@@ -74,7 +75,7 @@ class JointGraph:
         for node in self.graph_module.graph.nodes:
             index[node] = len(index)
             args = fx.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-            target = "" if node.op in ("placeholder", "get_attr") else _target_name(node)
+            target = "" if node.op in ("placeholder", "get_attr") else target_name(node)
             digest.update(f"{node.op} {target} {args} {_describe(node.meta.get('val'))}\n".encode())
         digest.update(f"{self.num_forward_outputs} {self.num_forward_nodes}".encode())
         return digest.hexdigest()[:16]
@@ -230,20 +231,11 @@ def _sources(graph: fx.Graph) -> Iterator[tuple[str, str]]:
             yield node.name, frame
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-
-
-def user_frame(stack_trace: str | None) -> str | None:
-    """'file:line: code' of the innermost frame of a printed stack that is not torch's own."""
-    frames = [m for m in _FRAME.finditer(stack_trace or "")]
-    own = [m for m in frames if "/torch/" not in m["file"].replace("\\", "/")] or frames
-    return f"{own[-1]['file']}:{own[-1]['line']}: {own[-1]['code'].strip()}" if own else None
-
-
-def _target_name(node: fx.Node) -> str:
-    return str(node.target) if not callable(node.target) else getattr(node.target, "__name__", "") + str(
-        node.target if isinstance(node.target, torch._ops.OpOverload) else ""
-    )
+def target_name(node: fx.Node) -> str:
+    """The op's name: 'aten.mm.default'; for Python functions 'getitem', 'mul'; for inputs their own."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _describe(value: Any) -> str:

@@ -188,7 +188,10 @@ def _resnet50(size: Size) -> Built:
     batch, pixels = (2, 32) if size == "tiny" else (8, 112)
     widths = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]} if size == "tiny" else {}
     config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10, **widths)
-    return ClassifierLoss(ResNetForImageClassification(config)), (torch.randn(batch, 3, pixels, pixels), _ids(10, batch))
+    return ClassifierLoss(ResNetForImageClassification(config)), (
+        torch.randn(batch, 3, pixels, pixels),
+        _ids(10, batch),
+    )
 
 
 def _unet(size: Size) -> Built:

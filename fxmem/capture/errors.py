@@ -1,0 +1,59 @@
+"""Failures of capture in the user's terms: what is wrong, and at which line of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+
+from fxmem import compat
+from fxmem.errors import CaptureError, FxmemError
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_FORWARD_TRACE = "Traceback of forward call that caused the error"
+_NOISE = re.compile(r"\n\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE|For even more developer context).*", re.DOTALL)
+
+
+def user_frame(stack_trace: str | None) -> str | None:
+    """'file:line: code' of the innermost frame of a printed stack that is not torch's (or fxmem's) own."""
+    frames = [m for m in _FRAME.finditer(stack_trace or "")]
+    user = [m for m in frames if not re.search(r"[/\\](?:torch|fxmem)[/\\]", m["file"])] or frames
+    return f"{user[-1]['file']}:{user[-1]['line']}: {user[-1]['code'].strip()}" if user else None
+
+
+def as_capture_error(error: Exception, forward_trace: str | None = None) -> FxmemError:
+    """The error as a CaptureError with the model's line; fxmem's own errors are returned as they are."""
+    inner = error.inner_exception if isinstance(error, compat.BackendCompilerFailed) else error
+    if isinstance(inner, FxmemError):
+        return inner
+    source = user_frame(forward_trace) or compat.innermost_user_frame(error) or user_frame(str(error))
+    source = source or user_frame("".join(traceback.format_tb(inner.__traceback__)))
+    message = _NOISE.sub("", str(inner)).strip() or "no message"
+    return CaptureError(f"can't capture the model: {type(inner).__name__}: {message}", source)
+
+
+@contextlib.contextmanager
+def capture_errors() -> Iterator[None]:
+    """Turn what fails inside into CaptureError; when a backward fails, autograd only warns of the forward line."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except Exception as error:
+            trace = next((str(w.message) for w in reversed(seen) if _FORWARD_TRACE in str(w.message)), None)
+            raise as_capture_error(error, trace) from error
+    for warning in seen:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+@contextlib.contextmanager
+def unwrapped_errors() -> Iterator[None]:
+    """Let fxmem's own errors, raised inside a Dynamo backend, reach the user without Dynamo's wrapping."""
+    try:
+        yield
+    except compat.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, FxmemError):
+            raise error.inner_exception from None
+        raise

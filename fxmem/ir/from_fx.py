@@ -1,0 +1,152 @@
+"""`Program` from a captured joint graph: sizes from fake tensors, effects from the ops' own schemas and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxmem import compat
+from fxmem.capture.joint import JointGraph, target_name, written_args
+from fxmem.errors import CaptureError
+from fxmem.ir import sizes
+from fxmem.ir.program import Op, Program, Region, Storage
+
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
+)
+
+
+def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
+    """The typed view of `joint`: one op per node but the output, in node order; seconds and workspaces are still 0.
+
+    Raises CaptureError for a node of unknown size.
+    """
+    nodes = joint.nodes
+    index = {node: i for i, node in enumerate(nodes)}
+    storages = _Storages()
+    ids = {node: storages.of(node) for node in nodes}
+    last_write = _last_writes(joint, nodes, ids)
+    ops = tuple(_op(joint, node, index, ids, last_write) for node in nodes)
+    outputs = joint.outputs
+    forward, backward = outputs[: joint.num_forward_outputs], outputs[joint.num_forward_outputs :]
+    return Program(
+        name=name,
+        ops=ops,
+        storages=tuple(storages.found),
+        forward_outputs=tuple(dict.fromkeys(index[n] for n in forward if isinstance(n, fx.Node))),
+        backward_outputs=tuple(dict.fromkeys(index[n] for n in backward if isinstance(n, fx.Node))),
+        static=tuple(index[n] for n in nodes if n.name in set(joint.static_inputs)),
+        hints=_hints(nodes, storages.found),
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Does the op draw random numbers, by its own tag?
+
+    An op that is told to drop nothing (its schema has a probability of dropout, and that is zero) draws none.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not any(_argument(node, name) == 0.0 for name in ("dropout_p",))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Does the op talk to other processes, so that all of them must run it equally often?"""
+    return getattr(node.target, "namespace", None) in _COLLECTIVE_NAMESPACES
+
+
+class _Storages:
+    """Numbers storages in order of first appearance."""
+
+    def __init__(self) -> None:
+        self.found: list[Storage] = []
+        self._ids: dict[int, int] = {}
+
+    def of(self, node: fx.Node) -> tuple[int, ...]:
+        """Storages that the outputs of `node` live in, each once."""
+        return tuple(dict.fromkeys(self._id(tensor) for tensor in _tensors(node.meta.get("val"))))
+
+    def _id(self, tensor: torch.Tensor) -> int:
+        key = compat.storage_key(tensor)
+        if key not in self._ids:
+            self._ids[key] = len(self.found)
+            nbytes = compat.storage_nbytes(tensor)
+            expr = nbytes.node.expr if isinstance(nbytes, torch.SymInt) else nbytes
+            self.found.append(Storage(len(self.found), sizes.plain(expr), str(tensor.device)))
+        return self._ids[key]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _op(
+    joint: JointGraph,
+    node: fx.Node,
+    index: Mapping[fx.Node, int],
+    ids: Mapping[fx.Node, tuple[int, ...]],
+    last_write: Mapping[int, int],
+) -> Op:
+    position = index[node]
+    region: Region = "forward" if position < joint.num_forward_nodes else "backward"
+    if node.op == "call_function" and "val" not in node.meta:
+        raise CaptureError(f"op {node.name} ({node.target}) has no known size", joint.sources.get(node.name))
+    args = tuple(index[n] for n in node.all_input_nodes)
+    mutates = tuple(dict.fromkeys(s for argument in written_args(node) for s in ids[argument]))
+    random, collective = is_random(node), is_collective(node)
+    overwritten = any(last_write.get(s, -1) > position for n in node.all_input_nodes for s in ids[n])
+    return Op(
+        index=position,
+        name=node.name,
+        target=target_name(node),
+        region=region,
+        args=args,
+        storages=ids[node],
+        is_input=node.op in ("placeholder", "get_attr"),
+        mutates=mutates,
+        is_random=random,
+        is_collective=collective,
+        recomputable=not (random or collective or mutates or overwritten) and _is_pure(node),
+        source=joint.sources.get(node.name, ""),
+    )
+
+
+def _last_writes(joint: JointGraph, nodes: list[fx.Node], ids: Mapping[fx.Node, tuple[int, ...]]) -> dict[int, int]:
+    """Storage -> position after which it no longer holds what earlier ops read."""
+    last = {s: joint.num_forward_nodes for n in nodes if n.name in set(joint.mutated_inputs) for s in ids[n]}
+    for position, node in enumerate(nodes):
+        for argument in written_args(node):
+            last |= {s: max(position, last.get(s, -1)) for s in ids[argument]}
+    return last
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Is running the op twice known to be harmless? Ops without a schema (higher-order ones) may do anything."""
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags
+    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The value that the call gives to the schema's argument `name`; its default; None if there is no such argument."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def _hints(nodes: list[fx.Node], storages: list[Storage]) -> dict[str, int]:
+    """Value at capture of every symbol in a storage's size."""
+    used = {str(symbol) for s in storages if not isinstance(s.nbytes, int) for symbol in s.nbytes.free_symbols}
+    tensor = next((t for node in nodes for t in _tensors(node.meta.get("val"))), None)
+    values = compat.symbol_values(tensor) if used and tensor is not None else {}
+    return {name: values[name] for name in sorted(used & values.keys())}
