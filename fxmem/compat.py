@@ -168,7 +168,7 @@ def innermost_user_frame(error: BaseException) -> str | None:
 
 
 def cpu_memory_deltas(function: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """Run `function`; its result, and the bytes of each allocation (> 0) and release (< 0) of the CPU allocator, in order."""
+    """Run `function`: its result, and the bytes of each allocation (> 0) and release (< 0) on the CPU, in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes two lines to stderr a session
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
