@@ -1,0 +1,114 @@
+"""Peak memory of a schedule: as a number with what stands there, and as a function of the size symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sympy
+
+from fxmem.analysis.envelope import Terms, add_terms, envelope, to_expr, to_terms
+from fxmem.analysis.liveness import Holder, liveness
+from fxmem.errors import OptionError
+from fxmem.ir import sizes
+from fxmem.ir.program import Program
+from fxmem.schedule.actions import Action, Compute, Recompute
+
+if TYPE_CHECKING:
+    from fxmem.planning import Plan
+
+LARGEST_SOLUTION = 2**40
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The step at which most bytes stand, and what they are (largest first, adding up to `peak_bytes`)."""
+
+    peak_bytes: int
+    step: int
+    op: str
+    holders: tuple[Holder, ...]
+
+    @property
+    def at_peak(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes), as `BudgetInfeasible` lists them."""
+        return tuple((f"{h.name} ({h.kind})" + f" {h.source}" * bool(h.source), h.nbytes) for h in self.holders)
+
+
+def peak(program: Program, actions: Sequence[Action] | None = None) -> Peak:
+    """Peak of `actions` (default: everything saved) at the program's hints."""
+    live = liveness(program, actions)
+    step = live.result.peak_step
+    action = live.actions[step] if live.actions else None
+    name = program.ops[action.op].name if isinstance(action, (Compute, Recompute)) else str(action)
+    return Peak(live.result.peak_bytes, step, name, live.holders(step))
+
+
+def peak_expr(program: Program, actions: Sequence[Action] | None = None) -> sympy.Expr:
+    """Peak bytes of `actions` (default: everything saved) as a Max of few expressions in the size symbols.
+
+    Exact: for all positive integer values of the symbols it equals the simulator's peak with those sizes.
+    """
+    live = liveness(program, actions)
+    terms = [to_terms(s.nbytes) for s in program.storages]
+    base = add_terms({sympy.Integer(1): program.extra_resident_bytes}, *(terms[s] for s in program.resident))
+    steps = _steps(program, live.actions, live.result.lifetimes, terms, base)
+    expressions = [to_expr(kept) for kept in envelope([base, *steps], program.hints)]
+    return sympy.Max(*expressions, evaluate=False) if len(expressions) > 1 else expressions[0]
+
+
+def _steps(
+    program: Program,
+    actions: Sequence[Action],
+    lifetimes: Sequence[tuple[int, int, int]],
+    terms: Sequence[Terms],
+    base: Terms,
+) -> Iterator[Terms]:
+    """Bytes while each action runs."""
+    born: dict[int, list[int]] = {}
+    dead: dict[int, list[int]] = {}
+    for storage, first, last in lifetimes:
+        born.setdefault(first, []).append(storage)
+        dead.setdefault(last + 1, []).append(storage)
+    level = base
+    for step, action in enumerate(actions):
+        level = add_terms(level, *(terms[s] for s in born.get(step, ())))
+        level = add_terms(level, *({m: -c for m, c in terms[s].items()} for s in dead.get(step, ())))
+        again = isinstance(action, (Compute, Recompute))
+        workspace_bytes = program.ops[action.op].workspace_bytes if again else 0  # type: ignore[union-attr]
+        yield add_terms(level, {sympy.Integer(1): workspace_bytes})
+
+
+def evaluator(plan: Plan) -> Callable[[Mapping[str, int]], int]:
+    """The peak of `plan` as a function of the values of its size symbols (those not given: as at capture)."""
+    expr, hints = plan.peak_expr, plan.program.hints
+    return lambda values: sizes.evaluate(expr, {**hints, **values})
+
+
+def solve_max(
+    expr: sympy.Expr | int, symbol: sympy.Symbol | str, budget_bytes: int, values: Mapping[str, int] | None = None
+) -> int:
+    """The largest positive integer for `symbol` with `expr` <= `budget_bytes`; 0 if not even 1 fits.
+
+    `values`: the other symbols. `expr` must not fall as `symbol` grows. Raises OptionError when it does not depend on
+    `symbol`, so that every value fits or none.
+    """
+    name = str(symbol)
+    expr = sympy.sympify(expr)
+    if name not in {s.name for s in expr.free_symbols}:
+        used = ", ".join(sorted(map(str, expr.free_symbols))) or "no symbol"
+        raise OptionError(f"the peak {expr} does not depend on {name} (it depends on {used})")
+    known = {s: values[s.name] for s in expr.free_symbols if values and s.name in values and s.name != name}
+    fixed = expr.subs(known)
+
+    def fits(value: int) -> bool:
+        return sizes.evaluate(fixed, {name: value}) <= budget_bytes
+
+    low, high = 0, 1
+    while high <= LARGEST_SOLUTION and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
