@@ -138,6 +138,18 @@ class Program:
         )
         return replace(self, ops=tuple(ops))
 
+    def at(self, values: Mapping[str, int]) -> Program:
+        """The same program with other values as hints; costs of an op are scaled with the bytes it puts out."""
+        if not values or dict(values) == dict(self.hints):
+            return self
+        old, new = self.nbytes(), self.nbytes(values)
+        ratios = [sum(new[s] for s in op.storages) / max(1, sum(old[s] for s in op.storages)) for op in self.ops]
+        scaled = self.with_costs(
+            [op.seconds * ratio for op, ratio in zip(self.ops, ratios, strict=True)],
+            [round(op.workspace_bytes * ratio) for op, ratio in zip(self.ops, ratios, strict=True)],
+        )
+        return replace(scaled, hints=dict(values))
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 

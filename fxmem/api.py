@@ -1,0 +1,168 @@
+"""The public surface: `compile`, `plan`, `max_batch`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+from torch import nn
+
+from fxmem.capture import JointGraph, capture
+from fxmem.driver import plan_graph
+from fxmem.errors import CaptureError, OptionError
+from fxmem.ir.program import Program
+from fxmem.options import OptionDict, Settings, settings
+from fxmem.planning import Plan
+from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.step import compile_step
+from fxmem.units import Budget
+
+
+class CompiledModule(nn.Module):
+    """`model`, its training step run under a budget.
+
+    Parameters, buffers, submodules and so `state_dict` keys are the model's own (shared, not copied). `plans`: one per
+    captured graph; `plan`: the one with the highest peak.
+    """
+
+    def __init__(self, model: nn.Module, made: Settings) -> None:
+        super().__init__()
+        self.__dict__["step"], self.__dict__["compiled"] = compile_step(_with_loss(model, made), made)
+        self.__dict__["model"] = model
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = model.__dict__[name]
+        self.training = model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["compiled"](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        self.__dict__["model"].train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["model"].load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["model"], name)
+
+    @property
+    def plan(self) -> Plan:
+        plan: Plan = self.__dict__["step"].plan
+        return plan
+
+    @property
+    def plans(self) -> list[Plan]:
+        plans: list[Plan] = self.__dict__["step"].plans
+        return plans
+
+
+class CompiledFunction:
+    """A callable, its training step run under a budget. `plan`, `plans` as for a module."""
+
+    def __init__(self, function: Callable[..., Any], made: Settings) -> None:
+        functools.update_wrapper(self, function)
+        self.step, self._compiled = compile_step(_with_loss(function, made), made)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.plan
+
+    @property
+    def plans(self) -> list[Plan]:
+        return self.step.plans
+
+
+def compile(
+    model: Callable[..., Any], budget: Budget = None, **options: Unpack[OptionDict]
+) -> CompiledModule | CompiledFunction:
+    """Compile `model` (a module or any differentiable callable): a training step's measured peak stays under `budget`.
+
+    `budget`: allocated bytes of the model's device during one forward and backward: parameters, buffers, inputs,
+    gradients (existing and new), saved tensors, temporaries, workspaces, optimizer state if named. An int, "6GiB", a
+    float in (0, 1] (fraction of the unplanned peak), "min", or None. Options: see `fxmem.options.Settings`.
+
+    The graph is captured and planned at the first call. The first step is measured; over the budget, it is planned
+    again with less. Raises OptionError at once; at the first step BudgetInfeasible, CaptureError, PlanMismatch.
+    """
+    made = settings(budget, **options)
+    return CompiledModule(model, made) if isinstance(model, nn.Module) else CompiledFunction(model, made)
+
+
+def plan(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    budget: Budget = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[OptionDict],
+) -> Plan:
+    """Plan one training step of `model(*args, **kwargs)` ahead of time; runs nothing.
+
+    Parameters and `args` may be real, fake or meta tensors. Raises CaptureError when the model breaks into several
+    graphs (`compile` handles those), OptionError, BudgetInfeasible.
+    """
+    made = settings(budget, **options)
+    joint = _single_graph(model, args, kwargs, made)
+    return plan_graph(joint, made, made.budget, functools.partial(_resident_bytes, model, made))
+
+
+def max_batch(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    budget: Budget,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[OptionDict],
+) -> int:
+    """The largest batch that fits `budget`, from the symbolic peak, without trial runs.
+
+    `args`: a batch of any size >= 2, batch dimension first in every tensor. Recomputation (and offloading, if `tiers`
+    are named) may be used to the full. Raises BudgetInfeasible if not even one row fits.
+    """
+    from fxmem.batch import largest_batch
+
+    made = settings(budget, **{**options, "dynamic": True})
+    return largest_batch(model, args, kwargs, made, functools.partial(_resident_bytes, model, made))
+
+
+def _with_loss(model: Callable[..., Any], made: Settings) -> Callable[..., Any]:
+    """The step as one callable: loss_fn(model(*inputs), target) when a loss is given."""
+    loss_fn = made.loss_fn
+    if loss_fn is None:
+        return model
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return loss_fn(model(*args[:-1], **kwargs), args[-1])
+
+    return step
+
+
+def _single_graph(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, made: Settings
+) -> JointGraph:
+    if not isinstance(args, (tuple, list)):
+        raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
+    graphs = capture(_with_loss(model, made), args, kwargs, dynamic=made.dynamic)
+    if len(graphs) > 1:
+        raise CaptureError(
+            f"the model breaks into {len(graphs)} graphs, so it can't be planned ahead of time as one step; "
+            "fxmem.compile plans each and verifies the whole"
+        )
+    return graphs[0]
+
+
+def _resident_bytes(model: Callable[..., Any], made: Settings, program: Program) -> int:
+    beside = beside_graph_bytes(model, program, first_graph=True)
+    return beside + gradient_bytes(parameters_of(model)) + optimizer_bytes(made.optimizer)

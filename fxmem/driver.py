@@ -1,0 +1,64 @@
+"""From a captured graph to its plan: program, costs, machine, planner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rich.console import Console
+
+from fxmem.analysis import cost
+from fxmem.capture import JointGraph
+from fxmem.doctor import machine
+from fxmem.ir.from_fx import program_from_joint
+from fxmem.ir.program import Program
+from fxmem.options import Settings
+from fxmem.planners import Options
+from fxmem.planning import Plan, make_plan
+from fxmem.schedule import Machine
+from fxmem.units import Budget
+
+
+def annotated_program(joint: JointGraph, settings: Settings) -> Program:
+    """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`."""
+    program = program_from_joint(joint)
+    return cost.annotate(program, joint.graph_module, settings.device_spec)
+
+
+def plan_graph(
+    joint: JointGraph,
+    settings: Settings,
+    budget: Budget,
+    resident_bytes: Callable[[Program], int],
+    sizes: Mapping[str, int] | None = None,
+) -> Plan:
+    """Plan one captured graph. Raises BudgetInfeasible, PlanMismatch.
+
+    `resident_bytes(program)`: bytes beside it. `sizes`: values of the size symbols to plan for (default: those seen).
+    """
+    program = annotated_program(joint, settings).at(sizes or {})
+    if settings.plan is not None:
+        return settings.plan.for_graph(joint, program)
+    program = replace(program, extra_resident_bytes=resident_bytes(program))
+    return replace(make_plan(program, budget, settings.planner, planner_options(program, settings)), joint=joint)
+
+
+def planner_options(program: Program, settings: Settings) -> Options:
+    """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress."""
+    links = machine(settings.tiers, settings.offload_dir, settings.device_spec) if settings.tiers else Machine()
+    return Options(solve_s=settings.solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+
+
+def _progress(name: str) -> Callable[[float, str], None]:
+    """Says on a terminal's stderr what the planner does, once it has taken more than a second."""
+    console = Console(stderr=True)
+    last_s = 0.0
+
+    def show(spent_s: float, message: str) -> None:
+        nonlocal last_s
+        if console.is_terminal and spent_s > 1 and time.monotonic() - last_s > 0.5:
+            last_s = time.monotonic()
+            console.print(f"fxmem: planning {name}: {spent_s:.0f} s, {message}")
+
+    return show

@@ -1,0 +1,74 @@
+"""Bytes that stand on the device beside what a captured graph takes as input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxmem import compat
+from fxmem.capture.fakes import modules_of
+from fxmem.errors import OptionError
+from fxmem.ir.program import Program
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    found = {compat.storage_key(t): int(compat.storage_nbytes(t)) for t in tensors if t is not None}
+    return sum(found.values())
+
+
+def parameters_of(function: Callable[..., Any]) -> list[nn.Parameter]:
+    """Parameters of every module reachable from `function`, each once."""
+    found = {id(p): p for module in modules_of(function) for p in module._parameters.values() if p is not None}
+    return list(found.values())
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the gradients that exist now."""
+    return storage_bytes(p.grad for p in parameters)
+
+
+def beside_graph_bytes(function: Callable[..., Any], program: Program, first_graph: bool) -> int:
+    """Parameters and buffers that the graph does not take; and, for the first of several graphs of a step, the gradients
+    of those parameters, which stand before this graph's backward runs."""
+    tensors = [t for m in modules_of(function) for t in (*m._parameters.values(), *m._buffers.values())]
+    nbytes = program.nbytes()
+    in_graph = sum(nbytes[s] for s in {s for i in program.static for s in program.ops[i].storages})
+    beside = max(0, storage_bytes(tensors) - in_graph)
+    if not first_graph:
+        return beside
+    trainable = storage_bytes(p for p in parameters_of(function) if p.requires_grad)
+    return beside + max(0, trainable - in_graph)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the optimizer's state, after a step if it has none yet (found by one step on meta tensors).
+
+    Raises OptionError when the optimizer can't run on meta tensors and has no state.
+    """
+    if optimizer is None:
+        return 0
+    state = optimizer.state or _state_after_step(optimizer)
+    return storage_bytes(
+        value for per_parameter in state.values() for value in per_parameter.values() if torch.is_tensor(value)
+    )
+
+
+def _state_after_step(optimizer: torch.optim.Optimizer) -> Any:
+    groups = []
+    for group in optimizer.param_groups:
+        stand_ins = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.empty_like(stand_in)
+        groups.append({**group, "params": stand_ins, "fused": None, "capturable": False})
+    try:
+        probe = type(optimizer)(
+            groups, **{k: v for k, v in optimizer.defaults.items() if k not in ("fused", "capturable")}
+        )
+        probe.step()
+    except Exception as error:
+        raise OptionError(f"can't tell the state size of {type(optimizer).__name__}: take one step first") from error
+    return probe.state

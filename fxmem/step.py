@@ -1,0 +1,201 @@
+"""A compiled training step: plans each captured graph, verifies the measured peak, plans again when it is exceeded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxmem import compat
+from fxmem.analysis.peak import evaluator
+from fxmem.capture import JointGraph
+from fxmem.driver import plan_graph
+from fxmem.errors import BudgetInfeasible
+from fxmem.ir.program import Program
+from fxmem.lower import backend, split
+from fxmem.measure import MemoryTrace
+from fxmem.options import Settings
+from fxmem.passes import rewrite
+from fxmem.planning import Plan
+from fxmem.report.decisions import standing_at_peak
+from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.schedule import StartBackward
+
+NUM_RETRIES = 3
+
+
+class Step:
+    """What the graphs of one training step share: the budget, its verification, the plans.
+
+    `measured_peak_bytes`: of the step that was verified. After a measurement over the budget the planner is given
+    `excess_bytes` less. `generation` counts how often everything was to be planned again.
+    """
+
+    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
+        self.function = function
+        self.settings = settings
+        self.graphs: list[Graph] = []
+        self.generation = 0
+        self.excess_bytes = 0
+        self.measured_peak_bytes: int | None = None
+        self.trace: MemoryTrace | None = None
+        self._parameters = parameters_of(function)
+        self._gradient_bytes = 0
+        self._optimizer_bytes = optimizer_bytes(settings.optimizer)
+        self._num_retries = 0
+        self._num_verified = 0
+
+    @property
+    def plans(self) -> list[Plan]:
+        """One per captured training graph, in order of capture."""
+        return [graph.plan for graph in self.graphs if graph.plan is not None]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; of several graphs, the one with the highest peak.
+
+        Raises LookupError before the first training step.
+        """
+        if not self.plans:
+            raise LookupError("nothing is planned before the first training step; fxmem.plan does it ahead of time")
+        return max(self.plans, key=lambda plan: plan.peak_bytes)
+
+    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend of this step."""
+        graph = Graph(self, module, example_inputs)
+        self.graphs.append(graph)
+        graph.compile()
+        return graph
+
+    def check_gradients(self, args: Sequence[Any]) -> None:
+        """Plan again if more gradients exist than the plans count on (`args`: of a graph, parameters among them)."""
+        existing_bytes = gradient_bytes([*self._parameters, *(x for x in args if isinstance(x, nn.Parameter))])
+        if existing_bytes > self._gradient_bytes:
+            self._gradient_bytes = existing_bytes
+            self.plan_again()
+
+    def plan_again(self) -> None:
+        """Every graph is planned afresh when it is next called."""
+        self.generation += 1
+        self._num_verified = 0
+        for graph in self.graphs:
+            graph.plan = None
+
+    def resident_bytes(self, program: Program) -> int:
+        """Bytes beside `program`: parameters it does not take, gradients, optimizer state, what earlier graphs saved."""
+        beside = beside_graph_bytes(self.function, program, first_graph=not self.plans)
+        return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, self.plans))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the measured peak is held to; None: no limit, or nothing captured yet."""
+        return max((graph.budget_bytes for graph in self.graphs if graph.budget_bytes is not None), default=None)
+
+    def before_forward(self, args: Sequence[Any]) -> None:
+        """Start measuring if a plan in force was not verified yet."""
+        if self.trace is None and self._num_verified < len(self.plans) and self.budget_bytes is not None:
+            self.trace = MemoryTrace.start(self.function, self.settings.optimizer, args)
+
+    def watch_backward(self, outputs: Sequence[Any]) -> None:
+        """Verify at the end of the backward that starts at one of `outputs`."""
+
+        def hook(_: torch.Tensor) -> None:
+            if self.trace is not None:
+                compat.after_backward(self._verify)
+
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(hook)
+
+    def _verify(self) -> None:
+        """Compare the measured peak with the budget. Raises BudgetInfeasible after the last retry."""
+        trace, self.trace = self.trace, None
+        peak_bytes = trace.stop() if trace is not None else None
+        if peak_bytes is None or self.budget_bytes is None:
+            return
+        self.measured_peak_bytes = peak_bytes
+        self._num_verified = len(self.plans)
+        over_bytes = peak_bytes - self.budget_bytes
+        if over_bytes <= 0:
+            return
+        if self._num_retries == NUM_RETRIES or self.settings.plan is not None:
+            at_peak = [(row.name, row.nbytes) for row in standing_at_peak(self.plan)[:8]]
+            raise BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
+        self._num_retries += 1
+        self.excess_bytes += over_bytes
+        self.plan_again()
+
+
+class Graph:
+    """One graph that Dynamo captured: callable, planned and compiled anew whenever the step says so."""
+
+    def __init__(self, step: Step, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.step = step
+        self.module = module
+        self.example_inputs = example_inputs
+        self.plan: Plan | None = None
+        self.budget_bytes: int | None = None
+        self.sizes: Mapping[str, int] = {}
+        self.generation = step.generation
+        self._code: Callable[..., Any] = module
+
+    def compile(self) -> None:
+        """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch."""
+        key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
+        self._code = backend(self._partition, self.step.settings.inner, key)(self.module, self.example_inputs)
+        self.generation = self.step.generation
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.step.check_gradients(args)
+            if self.generation != self.step.generation:
+                self._compile_again()
+            if self.plan is not None and self.plan.program.is_symbolic:
+                self._check_sizes(args)
+            self.step.before_forward(args)
+        outputs = self._code(*args)
+        if self.step.trace is not None:
+            self.step.watch_backward(outputs)
+        return outputs
+
+    def _compile_again(self) -> None:
+        with compat.retracing(self.example_inputs):
+            self.compile()
+
+    def _check_sizes(self, args: Sequence[Any]) -> None:
+        """Plan again for the sizes of this call if the plan in force would exceed its budget with them."""
+        values = compat.symbol_values(self.example_inputs, args)
+        assert self.plan is not None
+        if self.plan.budget_bytes is not None and self._peak_bytes(values) > self.plan.budget_bytes:
+            self.sizes = values
+            self.step.plan_again()
+            self._compile_again()
+
+    def _peak_bytes(self, values: Mapping[str, int]) -> int:
+        assert self.plan is not None
+        return evaluator(self.plan)(values)
+
+    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        step = self.step
+        budget = step.settings.budget if self.budget_bytes is None else self.budget_bytes - step.excess_bytes
+        self.plan = plan_graph(joint, step.settings, budget, step.resident_bytes, self.sizes)
+        if self.budget_bytes is None:
+            self.budget_bytes = self.plan.budget_bytes
+        return split(rewrite(joint, self.plan.program, self.plan.actions))
+
+
+def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:
+    """`function` compiled as one step, and the step's state."""
+    step = Step(function, settings)
+    compiled = compat.isolated_compile(function, step.backend, dynamic=settings.dynamic)
+    return step, compiled
+
+
+def _saved_bytes(plan: Plan) -> int:
+    """Bytes that wait between the forward and the backward of a graph, without what is resident anyway."""
+    boundary = plan.actions.index(StartBackward())
+    nbytes = plan.program.nbytes()
+    return sum(nbytes[s] for s, first, last in plan.simulation.lifetimes if first < boundary <= last)
