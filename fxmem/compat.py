@@ -25,10 +25,11 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._guards import TracingContext, detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "PlainAOTInput",
     "TangentAOTInput",
     "TorchDynamoException",
@@ -46,11 +48,12 @@ __all__ = [
     "cpu_memory_deltas",
     "current_fake_mode",
     "default_partition",
-    "isolated_compile",
     "error_on_graph_break",
     "fake_in_current_mode",
+    "hint",
     "innermost_user_frame",
     "is_wrapper_subclass",
+    "isolated_compile",
     "no_aot_cache",
     "no_modes",
     "placeholder_source",
@@ -58,7 +61,7 @@ __all__ = [
     "saved_description",
     "storage_key",
     "storage_nbytes",
-    "symbol_values",
+    "symbol_hints",
     "tree_leaves",
     "tree_map_only",
     "unset_fake_temporarily",
@@ -89,7 +92,7 @@ def default_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own split of a joint graph, which saves everything that backward reads: the step without a plan."""
-    from functorch.compile import default_partition as split
+    from functorch.compile import default_partition as split  # type: ignore[import-untyped]
 
     halves: tuple[fx.GraphModule, fx.GraphModule] = split(
         joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
@@ -103,6 +106,16 @@ def no_aot_cache() -> contextlib.AbstractContextManager[None]:
         enable_autograd_cache=False, force_autograd_cache=False
     )
     return manager
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Is it a subclass that holds other tensors (DTensor and the like)?"""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The value of a size seen at capture, without a guard on it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -120,7 +133,7 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
 @contextlib.contextmanager
 def quiet_dynamo(dynamic: bool) -> Iterator[None]:
     """Dynamo without memory: sizes seen here don't make a later compilation dynamic, errors are not swallowed."""
-    changes = {
+    changes: dict[str, Any] = {
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": not dynamic,
         "suppress_errors": False,
@@ -141,7 +154,7 @@ def placeholder_source(node: fx.Node) -> str:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage that `tensor` is a view of; valid while that storage lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
@@ -150,8 +163,8 @@ def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
     return nbytes
 
 
-def symbol_values(tensor: torch.Tensor) -> dict[str, int]:
-    """Value of every size symbol that the shape environment of a FakeTensor has seen."""
+def symbol_hints(tensor: torch.Tensor) -> dict[str, int]:
+    """Value at capture of every size symbol that the shape environment of a FakeTensor has seen."""
     shape_env = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     attribute = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # before torch 2.12
     values = getattr(shape_env, attribute, {})

@@ -27,7 +27,7 @@ class _Captured(BaseException):
         self.joint = joint
 
 
-class _GraphBreak(Exception):  # noqa: N818
+class _GraphBreak(Exception):
     """Dynamo can't make one graph of the callable."""
 
 

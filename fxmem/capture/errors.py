@@ -18,7 +18,7 @@ _NOISE = re.compile(r"\n\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE|For even m
 
 def user_frame(stack_trace: str | None) -> str | None:
     """'file:line: code' of the innermost frame of a printed stack that is not torch's (or fxmem's) own."""
-    frames = [m for m in _FRAME.finditer(stack_trace or "")]
+    frames = list(_FRAME.finditer(stack_trace or ""))
     user = [m for m in frames if not re.search(r"[/\\](?:torch|fxmem)[/\\]", m["file"])] or frames
     return f"{user[-1]['file']}:{user[-1]['line']}: {user[-1]['code'].strip()}" if user else None
 

@@ -32,7 +32,8 @@ class Fakes:
         undo: list[tuple[dict[str, Any], str, Tensor]] = []
         try:
             for module in self._modules:
-                for slots in (module._parameters, module._buffers, module.__dict__):
+                tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+                for slots in tables:
                     for name, value in list(slots.items()):
                         if isinstance(value, Tensor):
                             undo.append((slots, name, value))

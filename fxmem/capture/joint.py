@@ -19,6 +19,7 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture.errors import user_frame
+from fxmem.capture.overwritten import overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
 
 
@@ -94,16 +95,16 @@ def from_aot(
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs = [n for n in placeholders if not is_tangent(n)]
-    num_forward_nodes = _order_by_execution(joint.graph)
-    mutated = _mutated_inputs(joint.graph, inputs, num_forward_nodes)
-    num_forward_nodes += _save_overwritten(joint.graph, mutated, num_forward_nodes)
+    forward = _order_by_execution(joint.graph)
+    mutated = overwritten_inputs(joint.graph, inputs, forward)
+    num_clones = save_overwritten(joint.graph, mutated, forward) if mutated else 0
     joint.graph.lint()
     joint.recompile()
     static = [inputs[i] for i in static_indices if i < len(inputs)]
     return JointGraph(
         graph_module=joint,
         num_forward_outputs=num_forward_outputs,
-        num_forward_nodes=num_forward_nodes,
+        num_forward_nodes=len(forward) + num_clones,
         static_inputs=tuple(n.name for n in static),
         names=_qualified_names(static, input_sources),
         mutated_inputs=tuple(n.name for n in mutated),
@@ -118,21 +119,8 @@ def is_tangent(node: fx.Node) -> bool:
     )
 
 
-def written_args(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the op overwrites, according to its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(value, written.append)
-    return written
-
-
-def _order_by_execution(graph: fx.Graph) -> int:
-    """Reorder (see the module's docstring); returns the number of nodes before the first of backward."""
+def _order_by_execution(graph: fx.Graph) -> list[fx.Node]:
+    """Reorder (see the module's docstring); returns the nodes before the first of backward."""
     nodes = [n for n in graph.nodes if n.op != "output"]
     inputs = [n for n in nodes if n.op == "placeholder" and not is_tangent(n)]
     constants = [n for n in nodes if n.op == "get_attr"]
@@ -145,62 +133,13 @@ def _order_by_execution(graph: fx.Graph) -> int:
         last = len(ops) - 1
     forward = [*inputs, *constants, *ops[: last + 1], *updates]
     _move(graph, [*forward, *tangents, *ops[last + 1 :]])
-    return len(forward)
+    return forward
 
 
 def _move(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     (output,) = graph.find_nodes(op="output")
     for node in order:
         output.prepend(node)
-
-
-def _mutated_inputs(graph: fx.Graph, inputs: Sequence[fx.Node], num_forward_nodes: int) -> list[fx.Node]:
-    """Inputs overwritten at the end of forward: by ops of the graph, or by the runtime from a forward output."""
-    by_desc = {n.meta.get("desc"): n for n in inputs if n.meta.get("desc") is not None}
-    (output,) = graph.find_nodes(op="output")
-    mutated = {
-        by_desc[desc.mutated_input]: None
-        for desc in output.meta.get("desc") or ()
-        if isinstance(desc, compat.InputMutationAOTOutput) and desc.mutated_input in by_desc
-    }
-    storages = {compat.storage_key(n.meta["val"]): n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)}
-    for node in list(graph.nodes)[:num_forward_nodes]:
-        for argument in written_args(node):
-            owner = storages.get(compat.storage_key(argument.meta["val"]))
-            if owner is not None:
-                mutated[owner] = None
-    return list(mutated)
-
-
-def _save_overwritten(graph: fx.Graph, mutated: Sequence[fx.Node], num_forward_nodes: int) -> int:
-    """Clone, in forward, what backward reads of an input that is overwritten by then; returns how many."""
-    nodes = [n for n in graph.nodes if n.op != "output"]
-    forward = set(nodes[:num_forward_nodes])
-    overwritten = {compat.storage_key(n.meta["val"]) for n in mutated}
-    first_write = next((n for n in nodes[:num_forward_nodes] if written_args(n)), None)
-    anchor = first_write if first_write is not None else nodes[num_forward_nodes - 1].next
-    num_clones = 0
-    for node in nodes[:num_forward_nodes]:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or compat.storage_key(value) not in overwritten or written_args(node):
-            continue
-        readers = [u for u in node.users if u not in forward and u.op != "output"]
-        if readers:
-            num_clones += 1
-            clone = _clone_before(graph, node, anchor)
-            for reader in readers:
-                reader.replace_input_with(node, clone)
-    return num_clones
-
-
-def _clone_before(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:
-    with graph.inserting_before(anchor):
-        clone = graph.call_function(torch.ops.aten.clone.default, (node,))
-    value = node.meta["val"]
-    with value.fake_mode:
-        clone.meta = {**node.meta, "val": value.clone(), "partitioner_tag": "is_forward"}
-    clone.meta.pop("desc", None)
-    return clone
 
 
 _MODULE_STEP = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]|_(?:parameters|buffers)\[['\"]([^'\"]+)['\"]\]|\.(\w+)$")
@@ -233,7 +172,7 @@ def _sources(graph: fx.Graph) -> Iterator[tuple[str, str]]:
 
 def target_name(node: fx.Node) -> str:
     """The op's name: 'aten.mm.default'; for Python functions 'getitem', 'mul'; for inputs their own."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or isinstance(node.target, compat.OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from fxmem import compat
-from fxmem.capture.joint import JointGraph, target_name, written_args
+from fxmem.capture.joint import JointGraph, target_name
+from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
 from fxmem.ir import sizes
 from fxmem.ir.program import Op, Program, Region, Storage
@@ -131,7 +132,7 @@ def _is_pure(node: fx.Node) -> bool:
     """Is running the op twice known to be harmless? Ops without a schema (higher-order ones) may do anything."""
     if node.op != "call_function":
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, compat.OpOverload):
         return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags
     return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
 
@@ -148,5 +149,5 @@ def _hints(nodes: list[fx.Node], storages: list[Storage]) -> dict[str, int]:
     """Value at capture of every symbol in a storage's size."""
     used = {str(symbol) for s in storages if not isinstance(s.nbytes, int) for symbol in s.nbytes.free_symbols}
     tensor = next((t for node in nodes for t in _tensors(node.meta.get("val"))), None)
-    values = compat.symbol_values(tensor) if used and tensor is not None else {}
+    values = compat.symbol_hints(tensor) if used and tensor is not None else {}
     return {name: values[name] for name in sorted(used & values.keys())}

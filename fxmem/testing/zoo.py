@@ -166,7 +166,7 @@ def _t5(size: Size) -> Built:
     layers, width, vocab, batch, length = (2, 32, 128, 2, 12) if size == "tiny" else (4, 256, 8192, 4, 128)
     config = T5Config(
         vocab_size=vocab, d_model=width, d_kv=width // 4, d_ff=4 * width, num_layers=layers, num_heads=4,
-        dropout_rate=0.0, decoder_start_token_id=0,
+        dropout_rate=0.0,
     )  # fmt: skip
     return Seq2SeqLoss(T5ForConditionalGeneration(config)), (_ids(vocab, batch, length), _ids(vocab, batch, length))
 
@@ -177,17 +177,17 @@ def _vit(size: Size) -> Built:
     layers, width, batch, pixels = (2, 32, 2, 32) if size == "tiny" else (6, 256, 8, 128)
     config = ViTConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=4 * width,
-        image_size=pixels, patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        image_size=pixels, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return ClassifierLoss(ViTForImageClassification(config)), (torch.randn(batch, 3, pixels, pixels), _ids(10, batch))
+    return ClassifierLoss(ViTForImageClassification(config)), (torch.randn(batch, 3, pixels, pixels), _ids(2, batch))
 
 
 def _resnet50(size: Size) -> Built:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     batch, pixels = (2, 32) if size == "tiny" else (8, 112)
-    widths = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]} if size == "tiny" else {}
-    config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10, **widths)
+    widths: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]} if size == "tiny" else {}
+    config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", **widths)
     return ClassifierLoss(ResNetForImageClassification(config)), (
         torch.randn(batch, 3, pixels, pixels),
         _ids(10, batch),
