@@ -1,0 +1,52 @@
+/* Shared declarations of the planner kernel: one problem, one current state, scratch memory.
+ *
+ * A state says, per storage, whether it is kept across the start of backward (KEEP), recomputed (DROP) or,
+ * for planners that add transfers, moved off the device (OFFLOAD); and per backward segment which storages
+ * are forgotten again after it. Sizes are bytes, times seconds. All functions work on the state in Ctx. */
+#ifndef FXMEM_KERNEL_H
+#define FXMEM_KERNEL_H
+#include <stdint.h>
+
+enum { DROP = 0, KEEP = 1, OFFLOAD = 2 };
+enum { T_UNSAVE = 0, T_SAVE = 1, T_ADD = 2, T_REMOVE = 3 };
+
+typedef struct { int type, s, b; } Toggle;
+
+typedef struct {
+    double extra;   /* seconds above running every kernel once */
+    int64_t peak;   /* bytes above base */
+    double over;    /* sum over segments of bytes above the room */
+    int worst;      /* step of the peak: >= 0 backward step, < 0 forward kernel -1-k */
+} Eval;
+
+typedef struct {
+    int N, nf, S;
+    int *rp, *ri, *wp, *wi;         /* reads and writes of charged storages, CSR by kernel */
+    int *cp, *ci;                   /* reading kernels by storage, CSR, ascending */
+    double *sec, total;
+    int64_t *ws, *nb;
+    uint8_t *rec, *keep, *cand;     /* cand: a decision exists for this storage */
+    int *prod;
+    /* state */
+    uint8_t *saved;
+    int *head, *next, *val, drops, cap_drops, free_drop;
+    /* result of the last evaluation */
+    int *E, *seg, num_steps, cap_steps;
+    int64_t *mem, *fwmem, keep_bytes;
+    uint8_t *run, *need, *used;
+    /* scratch */
+    uint8_t *avail, *mark;
+    int *stk, *stp, *last, *stamp, clock;
+    int64_t work;                   /* kernels visited so far: a machine-independent measure of effort */
+    uint64_t rng;
+} Ctx;
+
+void fx_clear(Ctx *c);
+Eval fx_eval(Ctx *c, int64_t room);
+void fx_apply(Ctx *c, Toggle t);
+Toggle fx_inverse(Toggle t);
+int fx_has_drop(const Ctx *c, int b, int s);
+double fx_uniform(Ctx *c);
+double fx_normal(Ctx *c);
+double fx_now(void);
+#endif

@@ -1,0 +1,310 @@
+/* Local search over states: greedy repair of an overflow, polish of what became unnecessary, randomised search. */
+#include "_kernel.h"
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { Toggle t; double ratio, extra, over; int fresh; } Move;
+
+typedef struct { Move *at; int n, cap; } Moves;
+
+static void push(Moves *m, int type, int s, int b) {
+    if (m->n == m->cap) {
+        m->cap = m->cap ? 2 * m->cap : 256;
+        m->at = realloc(m->at, sizeof(Move) * (size_t)m->cap);
+    }
+    Move v = {{type, s, b}, 0.0, 0.0, 0.0, 0};
+    m->at[m->n++] = v;
+}
+
+/* Storages alive at step `worst` that it neither reads nor creates, in c->need after this call. */
+static void alive_across(Ctx *c, int worst) {
+    int kernel = worst >= 0 ? c->E[worst] : -1 - worst;
+    memcpy(c->need, c->keep, (size_t)c->S);
+    for (int t = c->num_steps - 1; t > worst && t >= 0; t--) {
+        int k = c->E[t];
+        for (int i = c->wp[k]; i < c->wp[k + 1]; i++)
+            if (!(k < c->nf && c->keep[c->wi[i]])) c->need[c->wi[i]] = 0;
+        for (int i = c->rp[k]; i < c->rp[k + 1]; i++) c->need[c->ri[i]] = 1;
+    }
+    for (int k = c->nf - 1; worst < 0 && k > kernel; k--) {
+        if (!c->run[k]) continue;
+        for (int i = c->wp[k]; i < c->wp[k + 1]; i++) c->need[c->wi[i]] = 0;
+        for (int i = c->rp[k]; i < c->rp[k + 1]; i++) c->need[c->ri[i]] = 1;
+    }
+    for (int i = c->wp[kernel]; i < c->wp[kernel + 1]; i++) c->need[c->wi[i]] = 0;
+    for (int i = c->rp[kernel]; i < c->rp[kernel + 1]; i++) c->need[c->ri[i]] = 0;
+}
+
+/* c->last[s]: segment of the last touch of s before step `worst` (-1: none in backward);
+ * c->avail[s]: 1 if its instance there was made in backward. */
+static void touches_before(Ctx *c, int worst) {
+    for (int s = 0; s < c->S; s++) { c->last[s] = -1; c->avail[s] = 0; }
+    for (int t = 0; t < worst; t++) {
+        int k = c->E[t];
+        for (int i = c->wp[k]; i < c->wp[k + 1]; i++) { c->last[c->wi[i]] = c->seg[t]; c->avail[c->wi[i]] = 1; }
+        for (int i = c->rp[k]; i < c->rp[k + 1]; i++) c->last[c->ri[i]] = c->seg[t];
+    }
+}
+
+/* Decisions that could take bytes away from the worst step. */
+static void collect(Ctx *c, int worst, Moves *m) {
+    m->n = 0;
+    alive_across(c, worst);
+    touches_before(c, worst);
+    for (int s = 0; s < c->S; s++) {
+        if (!c->need[s] || !c->cand[s]) continue;
+        if (!c->avail[s] && c->saved[s] != DROP) push(m, T_UNSAVE, s, 0);
+        if (c->last[s] >= 0 && !fx_has_drop(c, c->last[s], s)) push(m, T_ADD, s, c->last[s]);
+    }
+    if (worst < 0) return;
+    int a = worst, z = worst;
+    while (a > 0 && c->seg[a - 1] == c->seg[worst]) a--;
+    while (z + 1 < c->num_steps && c->seg[z + 1] == c->seg[worst]) z++;
+    for (int t = a; t <= z; t++)
+        for (int i = c->wp[c->E[t]]; c->E[t] < c->nf && i < c->wp[c->E[t] + 1]; i++) {
+            int s = c->wi[i];
+            if (!c->cand[s]) continue;
+            if (c->saved[s] == DROP) push(m, T_SAVE, s, 0);
+            if (c->last[s] >= 0 && fx_has_drop(c, c->last[s], s)) push(m, T_REMOVE, s, c->last[s]);
+        }
+}
+
+static void rate(Ctx *c, Move *m, Eval now, int64_t room) {
+    fx_apply(c, m->t);
+    Eval e = fx_eval(c, room);
+    fx_apply(c, fx_inverse(m->t));
+    m->extra = e.extra - now.extra;
+    m->over = now.over - e.over;
+    m->fresh = 1;
+    m->ratio = m->over <= 0.5 ? HUGE_VAL : (m->extra + 1e-9 * c->total) / m->over;
+    if (m->ratio < 0) m->ratio = -1.0 / (1e-30 - m->ratio);   /* both better: larger gains first */
+}
+
+typedef struct { double *unsave, *add, *redo; } Guess;
+
+static double *guess_of(Guess *g, Toggle t) {
+    if (t.type == T_UNSAVE) return g->unsave + t.s;
+    return (t.type == T_ADD ? g->add : g->redo) + t.s;
+}
+
+static int by_ratio(const void *a, const void *b) {
+    double x = ((const Move *)a)->ratio, y = ((const Move *)b)->ratio;
+    return (x > y) - (x < y);
+}
+
+/* Lazily find the best move: remembered ratios order the look, at most `look` looks beyond the best found so far. */
+static int best_move(Ctx *c, Moves *m, Guess *g, Eval now, int64_t room, int look, double noise) {
+    for (int i = 0; i < m->n; i++) {
+        m->at[i].ratio = *guess_of(g, m->at[i].t);
+        if (noise > 0) m->at[i].ratio *= exp(noise * fx_normal(c));
+    }
+    qsort(m->at, (size_t)m->n, sizeof(Move), by_ratio);
+    int best = -1, left = look;
+    for (int i = 0; i < m->n; i++) {
+        if (best >= 0 && left-- <= 0 && m->at[i].ratio > m->at[best].ratio) break;
+        double known = m->at[i].ratio;
+        rate(c, m->at + i, now, room);
+        *guess_of(g, m->at[i].t) = m->at[i].ratio == HUGE_VAL ? 1e6 * (fabs(known) + 1e-30) : m->at[i].ratio;
+        if (m->at[i].ratio < HUGE_VAL && (best < 0 || m->at[i].ratio < m->at[best].ratio)) { best = i; left = look; }
+    }
+    return best;
+}
+
+static Guess new_guess(Ctx *c) {
+    Guess g;
+    size_t n = (size_t)c->S + 1;
+    g.unsave = malloc(3 * n * sizeof(double));
+    g.add = g.unsave + n; g.redo = g.add + n;
+    for (int s = 0; s < c->S; s++) {
+        double price = c->prod[s] < 0 ? 1.0 : (c->sec[c->prod[s]] + 1e-9 * c->total) / ((double)c->nb[s] + 1.0);
+        g.unsave[s] = g.add[s] = price / (c->N - c->nf + 1);
+        g.redo[s] = 0.0;
+    }
+    return g;
+}
+
+/* Forget the keeps that the last evaluation found unused: an unused one would silently become the operand that the next
+ * decision holds on to. The emission stays the same. */
+static void prune(Ctx *c) {
+    for (int s = 0; s < c->S; s++) if (c->cand[s] && c->saved[s] == KEEP && !c->used[s]) c->saved[s] = DROP;
+}
+
+/* prune, and take back drops of what is not touched again. */
+static void tidy(Ctx *c) {
+    prune(c);
+    touches_before(c, c->num_steps);
+    for (int b = c->nf; b < c->N; b++)
+        for (int i = c->head[b], after; i >= 0; i = after) {
+            after = c->next[i];
+            if (c->last[c->val[i]] <= b) fx_apply(c, (Toggle){T_REMOVE, c->val[i], b});
+        }
+}
+
+/* Toggle the cheapest decisions until the peak is within the room. Returns 1 if it is. */
+int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double deadline, Eval *out) {
+    Guess g = new_guess(c);
+    Moves m = {0, 0, 0};
+    Eval e = fx_eval(c, room);
+    tidy(c);
+    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !(deadline > 0 && fx_now() > deadline)) {
+        collect(c, e.worst, &m);
+        int i = best_move(c, &m, &g, e, room, look, noise);
+        if (i < 0) break;
+        fx_apply(c, m.at[i].t);
+        e = fx_eval(c, room);
+        prune(c);
+    }
+    free(g.unsave); free(m.at);
+    *out = e;
+    return e.peak <= room;
+}
+
+static int by_price(const void *a, const void *b) {
+    double x = ((const Move *)a)->extra, y = ((const Move *)b)->extra;
+    return (x < y) - (x > y);
+}
+
+static void decisions(Ctx *c, Moves *m) {
+    m->n = 0;
+    for (int s = 0; s < c->S; s++)
+        if (c->cand[s] && c->saved[s] == DROP) push(m, T_SAVE, s, 0);
+    for (int b = c->nf; b < c->N; b++)
+        for (int i = c->head[b]; i >= 0; i = c->next[i]) push(m, T_REMOVE, c->val[i], b);
+    for (int i = 0; i < m->n; i++) m->at[i].extra = c->sec[c->prod[m->at[i].t.s]];
+}
+
+/* Undo decisions, dearest first, wherever time falls (or stays, with fewer decisions) and the peak still fits. */
+void fx_polish(Ctx *c, int64_t room, int passes, double deadline, Eval *out) {
+    Moves m = {0, 0, 0};
+    Eval e = fx_eval(c, room);
+    tidy(c);
+    for (int gain = 1; gain && passes-- > 0 && e.peak <= room;) {
+        gain = 0;
+        decisions(c, &m);
+        qsort(m.at, (size_t)m.n, sizeof(Move), by_price);
+        for (int i = 0; i < m.n && !(deadline > 0 && fx_now() > deadline); i++) {
+            fx_apply(c, m.at[i].t);
+            Eval f = fx_eval(c, room);
+            int better = f.extra < e.extra - 1e-12 * c->total;
+            if (f.peak <= room && (better || (m.at[i].t.type == T_REMOVE && f.extra <= e.extra))) {
+                e = f;
+                gain |= better;
+                prune(c);
+            } else fx_apply(c, fx_inverse(m.at[i].t));
+        }
+    }
+    *out = fx_eval(c, room);
+    free(m.at);
+}
+
+typedef struct { uint8_t *saved; int *head, *next, *val, drops, free_drop; } Snapshot;
+
+static Snapshot snap_new(const Ctx *c) {
+    Snapshot s;
+    size_t n = (size_t)c->cap_drops;
+    s.saved = malloc((size_t)c->S + 1);
+    s.head = malloc(sizeof(int) * ((size_t)c->N + 1));
+    s.next = malloc(sizeof(int) * n); s.val = malloc(sizeof(int) * n);
+    return s;
+}
+
+static void snap_take(const Ctx *c, Snapshot *s) {
+    memcpy(s->saved, c->saved, (size_t)c->S);
+    memcpy(s->head, c->head, sizeof(int) * ((size_t)c->N + 1));
+    memcpy(s->next, c->next, sizeof(int) * (size_t)c->cap_drops);
+    memcpy(s->val, c->val, sizeof(int) * (size_t)c->cap_drops);
+    s->drops = c->drops; s->free_drop = c->free_drop;
+}
+
+static void snap_put(Ctx *c, const Snapshot *s) {
+    memcpy(c->saved, s->saved, (size_t)c->S);
+    memcpy(c->head, s->head, sizeof(int) * ((size_t)c->N + 1));
+    memcpy(c->next, s->next, sizeof(int) * (size_t)c->cap_drops);
+    memcpy(c->val, s->val, sizeof(int) * (size_t)c->cap_drops);
+    c->drops = s->drops; c->free_drop = s->free_drop;
+}
+
+static void snap_free(Snapshot *s) { free(s->saved); free(s->head); free(s->next); free(s->val); }
+
+/* A random single change: mostly one near a random step of backward. */
+static Toggle random_toggle(Ctx *c, Moves *m) {
+    double u = fx_uniform(c);
+    if (u < 0.45 && m->n) return m->at[(int)(fx_uniform(c) * m->n)].t;
+    for (int tries = 0; tries < 50; tries++) {
+        int t = (int)(fx_uniform(c) * c->num_steps), k = c->E[t];
+        int n = c->rp[k + 1] - c->rp[k];
+        if (!n) continue;
+        int s = c->ri[c->rp[k] + (int)(fx_uniform(c) * n)];
+        if (!c->cand[s]) continue;
+        if (u < 0.75) return (Toggle){c->saved[s] == DROP ? T_SAVE : T_UNSAVE, s, 0};
+        return (Toggle){fx_has_drop(c, c->seg[t], s) ? T_REMOVE : T_ADD, s, c->seg[t]};
+    }
+    return (Toggle){T_REMOVE, 0, c->nf};
+}
+
+/* Undo a few random decisions, repair with noise, polish; keep what is not worse by more than a falling temperature. */
+int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperature, double deadline, Eval *out) {
+    Snapshot best = snap_new(c), now = snap_new(c);
+    Moves m = {0, 0, 0};
+    Eval e = fx_eval(c, room), top = e;
+    int done = 0;
+    snap_take(c, &best); snap_take(c, &now);
+    for (; done < rounds && fx_now() < deadline; done++) {
+        int flips = 1 + (int)(fx_uniform(c) * strength);
+        decisions(c, &m);
+        fx_eval(c, room);
+        for (int i = 0; i < flips; i++) fx_apply(c, random_toggle(c, &m));
+        Eval f;
+        int ok = fx_repair(c, room, 2, 40, 0.3, deadline, &f);
+        if (ok && f.extra < e.extra + 0.01 * c->total) fx_polish(c, room, 1, deadline, &f);
+        double limit = e.extra - temperature * (1.0 - (double)done / rounds) * c->total * log(fx_uniform(c) + 1e-300);
+        if (ok && f.extra <= limit) {
+            e = f;
+            snap_take(c, &now);
+            if (f.extra < top.extra - 1e-12 * c->total) { top = f; snap_take(c, &best); }
+        } else snap_put(c, &now);
+    }
+    snap_put(c, &best);
+    *out = fx_eval(c, room);
+    snap_free(&best); snap_free(&now); free(m.at);
+    return done;
+}
+
+/* Metropolis over single changes; cost = extra seconds + weight * overflow. Ends in the best feasible state seen. */
+int fx_anneal(Ctx *c, int64_t room, int rounds, double t0, double t1, double weight, double deadline, Eval *out) {
+    Snapshot best = snap_new(c);
+    Moves m = {0, 0, 0};
+    Eval e = fx_eval(c, room), top = e;
+    int done = 0;
+    decisions(c, &m);
+    snap_take(c, &best);
+    for (; done < rounds; done++) {
+        if ((done & 63) == 0) {
+            if (fx_now() > deadline) break;
+            decisions(c, &m);
+        }
+        double temp = c->total * t0 * pow(t1 / t0, (double)done / rounds);
+        Toggle t = random_toggle(c, &m);
+        int before = c->drops, was = c->saved[t.s];
+        fx_apply(c, t);
+        if (c->drops == before && c->saved[t.s] == was) continue;
+        Eval f = fx_eval(c, room);
+        double delta = f.extra - e.extra + weight * (f.over - e.over);
+        if (!(delta <= 0 || fx_uniform(c) < exp(-delta / temp))) {
+            fx_apply(c, fx_inverse(t));
+            continue;
+        }
+        e = f;
+        prune(c);
+        int fits = e.peak <= room, top_fits = top.peak <= room;
+        if ((fits && !top_fits) || (fits && e.extra < top.extra - 1e-12 * c->total) || (!top_fits && e.peak < top.peak)) {
+            top = e;
+            snap_take(c, &best);
+        }
+    }
+    snap_put(c, &best);
+    *out = fx_eval(c, room);
+    snap_free(&best); free(m.at);
+    return done;
+}

@@ -1,0 +1,201 @@
+"""The default planner: everything saved, a family of minimum cuts and look-ahead eviction, each repaired and polished; then
+randomised search from the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from fxmem.errors import BudgetInfeasible
+from fxmem.planners.bound import LowerBound, least_bytes
+from fxmem.planners.evict import NoisyEviction, evicted_states
+from fxmem.planners.kernel import Kernel, Score, State
+from fxmem.planners.mincut import CutFamily, cut_states
+from fxmem.planners.problem import Problem
+from fxmem.planners.registry import Options, Solution, register
+
+_SOLVE_S = 8.0  # default time limit
+_NUM_KEPT = 6
+
+
+class Pool:
+    """States tried so far: the cheapest that fit, and the one nearest to fitting."""
+
+    def __init__(self, kernel: Kernel, budget_bytes: int, peak_bytes: int) -> None:
+        self.kernel, self.budget_bytes, self.peak_bytes = kernel, budget_bytes, peak_bytes
+        self.fitting: list[tuple[float, int, State]] = []
+        self.nearest: tuple[int, State] | None = None
+        self.seen: set[bytes] = set()
+        self.num_tried = 0
+
+    @property
+    def best(self) -> State | None:
+        return self.fitting[0][2] if self.fitting else None
+
+    @property
+    def best_s(self) -> float:
+        return self.fitting[0][0] if self.fitting else float("inf")
+
+    def add(self, score: Score, state: State) -> None:
+        """Remember `state`, whose exact score is `score`."""
+        if self.nearest is None or score.peak_bytes < self.nearest[0]:
+            self.nearest = (score.peak_bytes, state)
+        if score.peak_bytes > self.budget_bytes:
+            return
+        if all(abs(score.extra_s - known) > 1e-12 for known, *_ in self.fitting):
+            self.num_tried += 1
+            self.fitting.append((score.extra_s, self.num_tried, state))
+            self.fitting.sort(key=lambda entry: entry[:2])
+            del self.fitting[_NUM_KEPT:]
+
+    def improve(self, state: State, deadline_s: float = 0.0, look: int = 8) -> Score | None:
+        """Repair and polish `state`; None if a state like it was tried before."""
+        key = state.saved.tobytes() + repr(state.drops).encode()
+        if key in self.seen:
+            return None
+        self.seen.add(key)
+        self.kernel.load(state)
+        score = self.kernel.repair(self.budget_bytes, look, deadline_s=deadline_s)
+        if score.peak_bytes <= self.budget_bytes:
+            score = self.kernel.polish(self.budget_bytes, deadline_s=deadline_s)
+        self.add(score, self.kernel.store())
+        return score
+
+
+def first_states(pool: Pool, family: CutFamily) -> Iterator[State]:
+    """Candidates in the order in which they tend to pay."""
+    kernel, budget = pool.kernel, pool.budget_bytes
+    evictions = evicted_states(kernel, budget, pool.peak_bytes)
+    for _ in range(2):
+        yield next(evictions)
+    yield kernel.all_saved()
+    cuts = list(cut_states(kernel, family, budget))
+    over = float(pool.kernel.problem.baseline_s) / max(pool.peak_bytes, 1)
+    cuts.sort(key=lambda cut: cut[0].extra_s + over * max(0, cut[0].peak_bytes - budget))
+    kept: set[bytes] = set()
+    for _, state in cuts:
+        if len(kept) < _NUM_KEPT and state.saved.tobytes() not in kept:
+            kept.add(state.saved.tobytes())
+            yield state
+    yield from evictions
+
+
+def quick(pool: Pool, family: CutFamily, deadline_s: float) -> None:
+    """The generators, each candidate repaired and polished."""
+    for state in first_states(pool, family):
+        pool.improve(state, deadline_s)
+        if time.monotonic() > deadline_s:
+            return
+
+
+def search(pool: Pool, deadline_s: float, seed: int, rounds: int = 1 << 30) -> None:
+    """Alternate noisy evictions with perturbation of the best states until the deadline."""
+    kernel, budget = pool.kernel, pool.budget_bytes
+    noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
+    kernel.seed(seed)
+    slice_s = max(0.05, (deadline_s - time.monotonic()) / 16)
+    for turn in range(rounds):
+        end = min(deadline_s, time.monotonic() + slice_s)
+        while time.monotonic() < end:
+            state, setting = noisy.propose()
+            score = pool.improve(state, deadline_s, look=4)
+            if score is not None:
+                over = max(0, score.peak_bytes - budget)
+                noisy.accept(score.extra_s + (1e6 + over if over else 0.0), setting)
+        if time.monotonic() >= deadline_s:
+            return
+        for _, _, state in pool.fitting[: 1 + turn % 3]:
+            kernel.load(state)
+            seconds = min(slice_s, deadline_s - time.monotonic())
+            score = kernel.perturb(budget, seconds, 1 << 20, strength=4, temperature=(1e-3, 3e-3, 0.0)[turn % 3])
+            pool.add(score, kernel.store())
+
+
+def smallest(kernel: Kernel, family: CutFamily, peak_bytes: int, deadline_s: float, seed: int) -> tuple[int, State]:
+    """Bisect for the smallest peak that the generators and a little search reach: (bytes, state)."""
+    low, best = least_bytes(kernel.problem), (peak_bytes, kernel.all_saved())
+    while best[0] - low > max(1, best[0] // 1000) and time.monotonic() < deadline_s:
+        middle = (low + best[0]) // 2
+        pool = Pool(kernel, middle, peak_bytes)
+        end = min(deadline_s, time.monotonic() + (deadline_s - time.monotonic()) / 3)
+        for state in (best[1], *evicted_states(kernel, middle, peak_bytes)):
+            pool.improve(state, end)
+            if pool.best is not None or time.monotonic() > end:
+                break
+        if pool.best is None:
+            _first_fit(pool, family, end, seed)
+        assert pool.nearest is not None
+        if pool.nearest[0] < best[0]:
+            best = pool.nearest
+        if pool.best is None:
+            low = middle
+    return best
+
+
+def _first_fit(pool: Pool, family: CutFamily, deadline_s: float, seed: int) -> None:
+    for _, state in cut_states(pool.kernel, family, pool.budget_bytes, directions=2, steps=6):
+        pool.improve(state, deadline_s)
+        if pool.best is not None:
+            return
+    noisy = NoisyEviction(pool.kernel, pool.budget_bytes, pool.peak_bytes, seed)
+    while pool.best is None and time.monotonic() < deadline_s:
+        state, setting = noisy.propose()
+        score = pool.improve(state, deadline_s, look=4)
+        if score is not None:
+            noisy.accept(score.peak_bytes, setting)
+
+
+@register("auto")
+def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
+    """Least extra time found under the budget within `solve_s`. Raises BudgetInfeasible with the smallest peak found."""
+    started = time.monotonic()
+    limit_s = _SOLVE_S if options.solve_s is None else options.solve_s
+    deadline_s = started + limit_s
+    kernel = Kernel(problem)
+    kernel.load(kernel.all_saved())
+    score = kernel.evaluate(budget_bytes)
+    if score.peak_bytes <= budget_bytes:
+        return solution(kernel, kernel.all_saved(), 0.0, {"solve": "everything fits"})
+    family = CutFamily(problem, kernel.cand)
+    pool = Pool(kernel, budget_bytes, score.peak_bytes)
+    bound = LowerBound(problem, kernel.cand, budget_bytes)
+    if budget_bytes >= least_bytes(problem):
+        quick(pool, family, started + 0.5 * limit_s)
+        bound.grow(started + 0.6 * limit_s, best_s=pool.best_s)
+        for state in reversed(bound.states):
+            pool.improve(state)
+        if not bound.closes(pool.best_s):
+            search(pool, deadline_s, options.seed)
+    if pool.best is None:
+        least, state = smallest(kernel, family, score.peak_bytes, time.monotonic() + limit_s, options.seed)
+        if least > budget_bytes:
+            raise infeasible(kernel, budget_bytes, least, state)
+        pool.improve(state)
+    assert pool.best is not None
+    return solution(kernel, pool.best, bound.seconds, {"candidates": len(pool.seen), "work": kernel.work})
+
+
+def solution(kernel: Kernel, state: State, lower_bound_s: float, notes: dict[str, object]) -> Solution:
+    """The actions of `state`."""
+    kernel.load(state)
+    order, num_forward = kernel.order()
+    return Solution(kernel.problem.actions(order, num_forward), lower_bound_s, notes)
+
+
+def infeasible(kernel: Kernel, budget_bytes: int, least: int, state: State) -> BudgetInfeasible:
+    """The error that names the smallest feasible budget and what stands at its peak."""
+    kernel.load(state)
+    score = kernel.evaluate(budget_bytes)
+    problem, alive = kernel.problem, _alive_at(kernel, score.worst)
+    names = [(problem.program.ops[problem.program.producer[s]].name, int(problem.nbytes[s])) for s in alive]
+    names.append(("parameters, inputs and whatever else is resident", problem.base_bytes))
+    return BudgetInfeasible(budget_bytes, least, sorted(names, key=lambda item: -item[1])[:8])
+
+
+def _alive_at(kernel: Kernel, worst: int) -> list[int]:
+    from fxmem.schedule.simulate import simulate
+
+    order, num_forward = kernel.order()
+    result = simulate(kernel.problem.program, kernel.problem.actions(order, num_forward))
+    step = result.peak_step
+    return [s for s, first, last in result.lifetimes if first <= step <= last and kernel.problem.producer[s] >= 0]
