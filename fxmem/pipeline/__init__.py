@@ -1,0 +1,1 @@
+"""Pipeline planning: chains of blocks, schedules, the simulator of P devices, and the partitioners."""

@@ -1,0 +1,211 @@
+"""The joint planner: cuts, recomputation per stage, in-flight counts, schedule and number of microbatches together.
+
+Dynamic programs and the classic partitioners propose; the simulator accepts; local search and polishing refine. See
+docs/0004-pipeline.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fxmem.errors import BudgetInfeasible, OptionError
+from fxmem.pipeline.bound import lower_bound_s
+from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, FixedSchedule, OneFOneBN, ScheduleMaker, ZeroBubble
+from fxmem.pipeline.partition.base import Clock, Problem, finish
+from fxmem.pipeline.partition.layers import cuts_by
+from fxmem.pipeline.partition.mcap import mcap_cuts
+from fxmem.pipeline.partition.polish import polish
+from fxmem.pipeline.partition.proposals import (
+    ALPHAS,
+    Proposal,
+    Times,
+    balanced,
+    in_flight_of,
+    least_memory,
+    periodic,
+    total_time,
+)
+from fxmem.pipeline.partition.search import State, improve
+from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipeline.schedules import torch_schedule
+
+SCHEDULES = ("1f1b-n", "zero-bubble", "interleaved")
+
+
+class Found(NamedTuple):
+    candidate: Candidate
+    state: State
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to search: starts of the local search and neighbours tried from each."""
+
+    num_starts: int = 3
+    max_tries: int = 3000
+    zero_bubble_tries: int = 60
+    interleaved_tries: int = 60
+
+
+def plan_auto(
+    problem: Problem,
+    *,
+    schedules: Sequence[str] = SCHEDULES,
+    microbatch_choices: Sequence[int] = (),
+    effort: Effort | None = None,
+) -> PipelinePlan:
+    """The fastest plan found over `schedules` and over `microbatch_choices` (the batch kept, microbatches rescaled).
+
+    Raises BudgetInfeasible if no schedule fits at any number of microbatches.
+    """
+    unknown = set(schedules) - set(SCHEDULES)
+    if unknown or not schedules:
+        raise OptionError(f"unknown schedules {sorted(unknown)}: expected some of {', '.join(SCHEDULES)}")
+    base = replace(problem.chain, num_microbatches=problem.num_microbatches)
+    plans, failure = [], None
+    for count in microbatch_choices or (problem.num_microbatches,):
+        chain = problem.chain if count == problem.num_microbatches else base.scaled_to(count)
+        try:
+            plans.append(_plan(replace(problem, chain=chain, num_microbatches=count), schedules, effort or Effort()))
+        except BudgetInfeasible as error:
+            failure = error if failure is None or error.min_bytes < failure.min_bytes else failure
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=lambda plan: plan.step_s)
+
+
+def _plan(problem: Problem, schedules: Sequence[str], effort: Effort) -> PipelinePlan:
+    clock, evaluator = Clock(), problem.evaluator()
+    joint = _one_f_one_b(problem, evaluator, effort)
+    found = [joint.candidate] if joint and "1f1b-n" in schedules else []
+    best = joint.candidate.step_s if found and joint else float("inf")
+    if "zero-bubble" in schedules:
+        found += _zero_bubble(problem, evaluator, joint, effort, best)
+    if "interleaved" in schedules:
+        found += _interleaved(problem, evaluator, effort, min([best, *(c.step_s for c in found)]))
+    candidate = min(found, key=lambda c: c.step_s, default=None)
+    plan = finish("auto", problem, evaluator, candidate, clock)
+    return replace(plan, bound_s=min(_bounds(problem, schedules)), solve_s=clock())
+
+
+def _bounds(problem: Problem, schedules: Sequence[str]) -> Iterator[float]:
+    """Bounds of the classes searched: the gap covers every one of them."""
+    for name in schedules:
+        yield lower_bound_s(
+            problem.chain, problem.cluster, problem.num_microbatches, recompute=problem.recompute,
+            split=name == "zero-bubble", interleaved=name == "interleaved",
+        )  # fmt: skip
+
+
+def _one_f_one_b(problem: Problem, evaluator: Evaluator, effort: Effort) -> Found | None:
+    """The best 1F1B-n candidate: proposals, local search from the best few, polish."""
+    starts = _simulated(problem, evaluator, _proposals(problem, evaluator)) or _simulated(
+        problem, evaluator, _lean_proposals(problem, evaluator)
+    )
+    best: Found | None = None
+    seen: set[State] = set()
+    for start in starts[: effort.num_starts]:
+        candidate, state = improve(
+            evaluator, start.candidate, start.state, lambda counts: OneFOneBN(counts, problem.num_microbatches),
+            max_tries=effort.max_tries, most_in_flight=problem.num_microbatches, seen=seen,
+        )  # fmt: skip
+        if best is None or candidate.step_s < best.candidate.step_s:
+            best = Found(candidate, state)
+    return best and Found(polish(evaluator, best.candidate), best.state)
+
+
+def _simulated(problem: Problem, evaluator: Evaluator, proposals: Iterator[Proposal]) -> list[Found]:
+    """The proposals that fit, fastest first."""
+    found = {}
+    for proposal in proposals:
+        if proposal.cuts and (proposal.cuts, proposal.in_flight) not in found:
+            maker = OneFOneBN(proposal.in_flight, problem.num_microbatches)
+            candidate = evaluator.evaluate(proposal.cuts, maker)
+            if candidate:
+                found[proposal.cuts, proposal.in_flight] = candidate
+    ranked = sorted(found.items(), key=lambda item: item[1].step_s)
+    return [Found(candidate, state) for state, candidate in ranked]
+
+
+def _proposals(problem: Problem, evaluator: Evaluator) -> Iterator[Proposal]:
+    num, count = problem.cluster.num_devices, problem.num_microbatches
+    table, times = problem.table(evaluator), Times(problem.chain, problem.cluster, count)
+    vectors = list(dict.fromkeys(in_flight_of(alpha, num, count) for alpha in ALPHAS))
+    for cuts in {cuts_by(problem, name) for name in ("layers", "parameters", "time")} | {mcap_cuts(problem)}:
+        yield from (Proposal(cuts, vector) for vector in vectors)
+    for buffered in (False, True):
+        for vector in vectors:
+            yield from total_time(times, table, vector, buffered)
+        for standard in (False, True):
+            yield from periodic(times, table, buffered, standard)
+
+
+def _lean_proposals(problem: Problem, evaluator: Evaluator) -> Iterator[Proposal]:
+    """For budgets where nothing else fits: fewer in flight, and the cuts of least memory."""
+    num, count = problem.cluster.num_devices, problem.num_microbatches
+    table, times = problem.table(evaluator), Times(problem.chain, problem.cluster, count)
+    for cap in range(num, 0, -1):
+        vector = tuple(min(n, cap) for n in in_flight_of(1.0, num, count))
+        for buffered in (False, True):
+            yield Proposal(least_memory(table, vector, buffered), vector)
+            yield from total_time(times, table, vector, buffered)
+
+
+def _zero_bubble(
+    problem: Problem, evaluator: Evaluator, joint: Found | None, effort: Effort, cutoff_s: float
+) -> list[Candidate]:
+    """Split backwards: from the joint plan's and the equal-time cuts, limits searched around the in-flight counts."""
+    num, count = problem.cluster.num_devices, problem.num_microbatches
+    cuts = dict.fromkeys([*([joint.state[0]] if joint else []), cuts_by(problem, "time")])
+    vectors = [in_flight_of(alpha, num, count) for alpha in (1.0, 1.67, 2.0)] + ([joint.state[1]] if joint else [])
+    best: Found | None = None
+    for cut in cuts:
+        for vector in dict.fromkeys(vectors):
+            limit = best.candidate.step_s if best else float("inf")
+            candidate = evaluator.evaluate(cut, ZeroBubble(vector, count), limit, rounds=4)
+            best = Found(candidate, (cut, vector)) if candidate else best
+    if best is None or best.candidate.step_s > 1.1 * cutoff_s:
+        return [best.candidate] if best else []
+    candidate, _ = improve(
+        evaluator, best.candidate, best.state, lambda limits: ZeroBubble(limits, count),
+        max_tries=effort.zero_bubble_tries, most_in_flight=count,
+    )  # fmt: skip
+    return [candidate]
+
+
+def _interleaved(problem: Problem, evaluator: Evaluator, effort: Effort, cutoff_s: float) -> list[Candidate]:
+    """Two stages per device in torch's interleaved order: equal-time cuts, improved by shifting."""
+    num, count = problem.cluster.num_devices, problem.num_microbatches
+    if num < 2 or len(problem.chain) < 2 * num:
+        return []
+    try:
+        maker = FixedSchedule(torch_schedule("interleaved", num, count, 2))
+    except OptionError:
+        return []
+    start = balanced(problem.chain.columns["total_s"], 2 * num)
+    best = evaluator.evaluate(start, maker, rounds=4)
+    if best is None:
+        start = _level_memory(problem, evaluator, maker)
+        best = evaluator.evaluate(start, maker, rounds=4) if start else None
+    if best is None or best.step_s > 1.15 * cutoff_s:
+        return [best] if best else []
+
+    def same(_: tuple[int, ...]) -> ScheduleMaker:
+        return maker
+
+    candidate, _ = improve(evaluator, best, (start, ()), same, max_tries=effort.interleaved_tries, most_in_flight=0)
+    return [candidate]
+
+
+def _level_memory(problem: Problem, evaluator: Evaluator, maker: FixedSchedule) -> Cuts:
+    """Equal cuts by a mix of seconds and static bytes, for chains whose weights sit at one end."""
+    columns = problem.chain.columns
+    share = columns["total_s"] / columns["total_s"].sum() + columns["static_bytes"] / max(
+        columns["static_bytes"].sum(), 1.0
+    )
+    return balanced(np.asarray(share), maker.schedule.num_stages)

@@ -1,0 +1,42 @@
+"""Pipeline planners by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxmem.errors import OptionError
+from fxmem.pipeline.chain import Chain, Cluster
+from fxmem.pipeline.curves import Recompute
+from fxmem.pipeline.partition.auto import plan_auto
+from fxmem.pipeline.partition.base import Problem
+from fxmem.pipeline.partition.layers import plan_layers, plan_parameters, plan_time
+from fxmem.pipeline.partition.mcap import plan_mcap, plan_mcap_paper
+from fxmem.pipeline.plan import PipelinePlan
+
+PLANNERS: dict[str, Callable[..., PipelinePlan]] = {
+    "auto": plan_auto,
+    "layers": plan_layers,
+    "parameters": plan_parameters,
+    "time": plan_time,
+    "mcap": plan_mcap,
+    "mcap-paper": plan_mcap_paper,
+}
+
+
+def plan_pipeline(
+    chain: Chain,
+    cluster: Cluster,
+    num_microbatches: int,
+    *,
+    planner: str = "auto",
+    recompute: Recompute = "optimal",
+    **options: Any,
+) -> PipelinePlan:
+    """Cut `chain` over `cluster` with the named planner; `options` go to it.
+
+    Raises OptionError for an unknown name or a chain with fewer blocks than devices, BudgetInfeasible if nothing fits.
+    """
+    if planner not in PLANNERS:
+        raise OptionError(f"unknown pipeline planner {planner!r}: expected one of {', '.join(PLANNERS)}")
+    return PLANNERS[planner](Problem(chain, cluster, num_microbatches, recompute), **options)
