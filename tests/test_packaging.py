@@ -45,25 +45,32 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def source_files(suffix: str) -> set[str]:
+def source_files(root: Path, suffix: str) -> set[str]:
     """Names of the package's files as they must be installed, posix, relative to site-packages."""
-    link = ROOT / "fxmem" / "passes"
-    own = {p.relative_to(ROOT) for p in (ROOT / "fxmem").rglob(f"*{suffix}") if link not in p.parents}
-    passes = {"fxmem" / p.relative_to(ROOT) for p in (ROOT / "passes").rglob(f"*{suffix}")}
+    link = root / "fxmem" / "passes"
+    own = {p.relative_to(root) for p in (root / "fxmem").rglob(f"*{suffix}") if link not in p.parents}
+    passes = {"fxmem" / p.relative_to(root) for p in (root / "passes").rglob(f"*{suffix}")}
     return {p.as_posix() for p in own | passes}
 
 
 @pytest.fixture(scope="module")
-def dist_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist, and the wheel built from it, of a copy of the sources without anything compiled."""
-    checkout = tmp_path_factory.mktemp("checkout")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources without anything compiled."""
+    root = tmp_path_factory.mktemp("checkout")
     for name in PYTHON_DIRS:
         ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignore)
+        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignore)
     for name in BUILD_FILES:
-        shutil.copy(ROOT / name, checkout)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", cwd=checkout)
-    return checkout / "dist"
+        shutil.copy(ROOT / name, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def dist_dir(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and the wheel built from it."""
+    target = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, checkout, cwd=target)
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +92,19 @@ def test_passes_is_a_relative_symlink_in_the_checkout() -> None:
     assert link.readlink() == Path("../passes")
 
 
-def test_sdist_holds_real_files_under_fxmem_passes(dist_dir: Path) -> None:
+def test_sdist_holds_real_files_under_fxmem_passes(checkout: Path, dist_dir: Path) -> None:
     (path,) = dist_dir.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     assert not [name for name, member in members.items() if member.issym() or member.islnk()]
-    assert source_files(".py") <= members.keys()
-    assert source_files(".c") | source_files(".h") <= members.keys()
+    assert source_files(checkout, ".py") <= members.keys()
+    assert source_files(checkout, ".c") | source_files(checkout, ".h") <= members.keys()
 
 
-def test_wheel_holds_every_module_and_data_file_and_nothing_generic(wheel: Path) -> None:
+def test_wheel_holds_every_module_and_data_file_and_nothing_generic(checkout: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert source_files(".py") | source_files(".json") | {"fxmem/py.typed"} <= names
+    assert source_files(checkout, ".py") | source_files(checkout, ".json") | {"fxmem/py.typed"} <= names
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"fxmem"}
 
