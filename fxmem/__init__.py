@@ -17,28 +17,32 @@ if TYPE_CHECKING:
     from fxmem.measure import Measurement, measure
     from fxmem.planning import Plan
 
-_MODULE_OF = {
-    **dict.fromkeys(("CompiledFunction", "CompiledModule", "compile", "max_batch", "plan"), "api"),
-    **dict.fromkeys(
-        (
-            "BudgetInfeasible",
-            "CaptureError",
-            "FxmemError",
-            "OffloadError",
-            "OptionError",
-            "PlanMismatch",
-            "VerifyError",
-        ),
-        "errors",
-    ),
-    **dict.fromkeys(("Measurement", "measure"), "measure"),
-    "Plan": "planning",
-}
-__all__ = list(_MODULE_OF)
+__all__ = [
+    "BudgetInfeasible",
+    "CaptureError",
+    "CompiledFunction",
+    "CompiledModule",
+    "FxmemError",
+    "Measurement",
+    "OffloadError",
+    "OptionError",
+    "Plan",
+    "PlanMismatch",
+    "VerifyError",
+    "compile",
+    "max_batch",
+    "measure",
+    "plan",
+]
+_MODULES = ("errors", "planning", "measure", "api")
 
 
 def __getattr__(name: str) -> Any:
     """Names load when first used: planners and the simulator need no torch."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'fxmem' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fxmem.{_MODULE_OF[name]}"), name)
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"fxmem.{module}")).get(name)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module 'fxmem' has no attribute {name!r}")

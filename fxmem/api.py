@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
+from fxmem import compat
 from fxmem.capture import JointGraph, capture
 from fxmem.driver import plan_graph
 from fxmem.errors import CaptureError, OptionError
@@ -108,14 +110,16 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[OptionDict],
 ) -> Plan:
-    """Plan one training step of `model(*args, **kwargs)` ahead of time; runs nothing.
+    """Plan one training step of `model(*args, **kwargs)` ahead of time; the model is never run.
 
-    Parameters and `args` may be real, fake or meta tensors. Raises CaptureError when the model breaks into several
+    Parameters and `args` may be real, fake or meta tensors; only if all are real, single ops are measured that never
+    were on this device. Raises CaptureError when the model breaks into several
     graphs (`compile` handles those), OptionError, BudgetInfeasible.
     """
     made = settings(budget, **options)
     joint = _single_graph(model, args, kwargs, made)
-    return plan_graph(joint, made, made.budget, functools.partial(_resident_bytes, model, made))
+    resident_bytes = functools.partial(_resident_bytes, model, made)
+    return plan_graph(joint, made, made.budget, resident_bytes, may_run=_all_real(model, args, kwargs))
 
 
 def max_batch(
@@ -161,6 +165,11 @@ def _single_graph(
             "fxmem.compile plans each and verifies the whole"
         )
     return graphs[0]
+
+
+def _all_real(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    tensors = [*parameters_of(model), *compat.tree_leaves((tuple(args), dict(kwargs or {})))]
+    return not any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, compat.FakeTensor)) for t in tensors)
 
 
 def _resident_bytes(model: Callable[..., Any], made: Settings, program: Program) -> int:

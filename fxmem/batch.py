@@ -28,7 +28,7 @@ def largest_batch(
     made: Settings,
     resident_bytes: Callable[[Program], int],
 ) -> int:
-    """Solve peak(schedule, batch) <= budget for the batch, then tighten the schedule at that batch, until it stands still.
+    """Solve peak(schedule, batch) <= budget for the batch, then tighten the schedule for one row more, until none fits.
 
     A schedule that fits at one size is a schedule at every size, so each round can only grow the batch.
     """
@@ -37,7 +37,7 @@ def largest_batch(
         raise OptionError(f'max_batch needs a budget in bytes (an int or "24GiB"), not {made.budget!r}')
     joint = capture_batch(step, args, kwargs)
     symbol = batch_symbol(joint)
-    program = annotated_program(joint, made)
+    program = annotated_program(joint, made, may_run=False)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
     batch, found = 1, 0
     for _ in range(NUM_ROUNDS):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import statistics
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def _trained(function: Any, args: tuple[Any, ...], budget: int | None, options: 
 
     for _ in range(2):
         run()
-    seconds = sorted(fxmem.measure(run, memory=False).seconds for _ in range(5))[2]
+    seconds = statistics.median(timeit.repeat(run, number=1, repeat=5))
     step.zero_grad() if isinstance(step, torch.nn.Module) else None
     plan = step.plan
     return {

@@ -14,19 +14,24 @@ from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    ParamAOTInput,
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
     TangentAOTInput,
 )
-from torch._guards import TracingContext, detect_fake_mode
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -35,15 +40,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "BackendCompilerFailed",
     "BoxedCodeGen",
+    "BufferAOTInput",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "OpOverload",
+    "ParamAOTInput",
     "PlainAOTInput",
+    "RestartAnalysis",
     "TangentAOTInput",
     "TorchDynamoException",
     "aot_autograd",
+    "aot_export_joint",
     "compile_with_inductor",
     "cpu_memory_deltas",
     "current_fake_mode",
@@ -58,7 +67,13 @@ __all__ = [
     "no_modes",
     "placeholder_source",
     "quiet_dynamo",
+    "recompiled",
     "saved_description",
+    "seen_as_compiling",
+    "profiler_is_active",
+    "queue_after_backward",
+    "start_memory_log",
+    "stop_memory_log",
     "storage_key",
     "storage_nbytes",
     "symbol_hints",
@@ -98,6 +113,35 @@ def default_partition(
         joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
     )
     return halves
+
+
+def aot_export_joint(
+    stack: contextlib.ExitStack, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.GraphModule:
+    """AOTAutograd's joint graph of a module, inputs and outputs described by ``meta["desc"]``; no decompositions."""
+    joint = aot_export_joint_with_descriptors(
+        stack, module, args, kwargs, keep_inference_input_mutations=True, _record_nn_module_stack=True
+    )
+    return joint.graph_module
+
+
+@contextlib.contextmanager
+def seen_as_compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true: models then leave out checks that need values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def recompiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """The module's generated forward, now and not at its first call, which would keep the call's arguments alive."""
+    module.recompile()
+    if isinstance(module, _LazyGraphModule):
+        _LazyGraphModule.force_recompile(module)
+    return module.forward
 
 
 def no_aot_cache() -> contextlib.AbstractContextManager[None]:
@@ -200,20 +244,103 @@ PartitionFn = Callable[[fx.GraphModule, Sequence[int], int], tuple[fx.GraphModul
 """(joint graph, positions of parameters and buffers, number of forward outputs) -> (forward, backward)"""
 
 
+class _InductorPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """`partition` for inductor, which caches by `uuid()` and pickles the partitioner into its cache keys."""
+
+    def __init__(self, partition: PartitionFn, key: str) -> None:
+        self.partition, self.key = partition, key
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+        return self.partition(gm, options["static_lifetime_input_indices"] or (), options["num_fwd_outputs"])
+
+    def uuid(self) -> str:
+        return f"fxmem {self.key}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)
+
+
 def compile_with_inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn, key: str
 ) -> Callable[..., Any]:
     """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches."""
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-            return partition(gm, options["static_lifetime_input_indices"] or (), options["num_fwd_outputs"])
-
-        def uuid(self) -> str:
-            return f"fxmem {key}"
-
-    patches = {"custom_partitioner_fn": Partitioner()}
-    compiled: Callable[..., Any] = compile_fx(module, list(example_inputs), config_patches=patches)
+    patches = {"custom_partitioner_fn": _InductorPartitioner(partition, key)}
+    with no_aot_cache():
+        compiled: Callable[..., Any] = compile_fx(module, list(example_inputs), config_patches=patches)
     return compiled
+
+
+def profiler_is_active() -> bool:
+    """Is a torch profiler running on this thread? There can be only one."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def start_memory_log() -> None:
+    """Log this thread's allocations, and no ops: costs microseconds an allocation. Raises RuntimeError if profiled."""
+    from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+
+    if profiler_is_active():
+        raise RuntimeError("a profiler is active on this thread")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes two lines to stderr a session
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+    torch.autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+
+
+def stop_memory_log() -> list[tuple[str, int, int]]:
+    """End the log: (range name or "", address, bytes) in order; bytes > 0 allocated, < 0 released, 0 for a range."""
+    from torch._C._profiler import _EventType
+
+    def walk(events: Any) -> Iterator[Any]:
+        for event in events:
+            yield event
+            yield from walk(event.children)
+
+    events = sorted(walk(torch.autograd._disable_profiler().experimental_event_tree()), key=lambda e: e.start_time_ns)
+    log: list[tuple[str, int, int]] = []
+    for event in events:
+        if event.tag != _EventType.Allocation:
+            log.append((event.name, 0, 0))
+        elif event.typed[1].device.type == "cpu":
+            log.append(("", event.typed[1].ptr, event.typed[1].alloc_size))
+    return log
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that is running on this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def symbol_name(value: Any) -> str | None:
+    """Name of the size symbol that `value` is, if it is one."""
+    if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+        return str(value.node.expr)
+    return None
+
+
+def symbol_values(example_inputs: Sequence[Any], args: Sequence[Any]) -> dict[str, int]:
+    """Values that a call's `args` give to the size symbols of the graph's `example_inputs`."""
+    values: dict[str, int] = {}
+    for example, arg in zip(example_inputs, args, strict=True):
+        pairs = zip(example.shape, arg.shape, strict=True) if isinstance(example, torch.Tensor) else [(example, arg)]
+        for size, actual in pairs:
+            name = symbol_name(size)
+            if name is not None:
+                values[name] = int(actual)
+    return values
+
+
+def with_symbolic_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, marked so that Dynamo takes its first dimension as a symbol (an error if the model fixes it)."""
+    if tensor.ndim:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
+
+
+@contextlib.contextmanager
+def retracing(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """What AOTAutograd needs of Dynamo around it, when a graph that Dynamo captured before is compiled again."""
+    with tracing(TracingContext(detect_fake_mode(example_inputs))):
+        yield

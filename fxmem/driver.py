@@ -20,10 +20,14 @@ from fxmem.schedule import Machine
 from fxmem.units import Budget
 
 
-def annotated_program(joint: JointGraph, settings: Settings) -> Program:
-    """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`."""
-    program = program_from_joint(joint)
-    return cost.annotate(program, joint.graph_module, settings.device_spec)
+def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> Program:
+    """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`.
+
+    Without `may_run` nothing is measured: costs are those measured before, or estimates.
+    """
+    program = replace(program_from_joint(joint), graph=joint.fingerprint)
+    limit_s = cost.PROFILE_LIMIT_S if may_run else 0.0
+    return cost.annotate(program, joint.graph_module, settings.device_spec, limit_s=limit_s)
 
 
 def plan_graph(
@@ -32,12 +36,14 @@ def plan_graph(
     budget: Budget,
     resident_bytes: Callable[[Program], int],
     sizes: Mapping[str, int] | None = None,
+    may_run: bool = True,
 ) -> Plan:
     """Plan one captured graph. Raises BudgetInfeasible, PlanMismatch.
 
     `resident_bytes(program)`: bytes beside it. `sizes`: values of the size symbols to plan for (default: those seen).
+    `may_run`: single ops may be measured.
     """
-    program = annotated_program(joint, settings).at(sizes or {})
+    program = annotated_program(joint, settings, may_run).at(sizes or {})
     if settings.plan is not None:
         return settings.plan.for_graph(joint, program)
     program = replace(program, extra_resident_bytes=resident_bytes(program))

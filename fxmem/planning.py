@@ -62,6 +62,17 @@ class Plan:
         """Bytes at every action, timeline, lifetimes."""
         return simulate(self.program, self.actions, self.machine)
 
+    def peak_bytes_at(self, values: Mapping[str, int]) -> int:
+        """Peak of this schedule at other values of the size symbols."""
+        key = tuple(sorted(values.items()))
+        if key not in self._peaks:
+            self._peaks[key] = simulate(self.program.at(values), self.actions, self.machine).peak_bytes
+        return self._peaks[key]
+
+    @cached_property
+    def _peaks(self) -> dict[tuple[tuple[str, int], ...], int]:
+        return {}
+
     @cached_property
     def peak_expr(self) -> sympy.Expr:
         """The peak in bytes as an expression of the size symbols (a constant when shapes are static)."""
@@ -79,13 +90,17 @@ class Plan:
         return apply_plan(self.joint, self)
 
     def for_graph(self, joint: JointGraph, program: Program) -> Plan:
-        """This plan attached to a captured graph. Raises PlanMismatch when the schedule isn't one of that graph."""
+        """This plan for a captured graph, with the figures of `program`.
+
+        Raises PlanMismatch when the schedule isn't one of that graph.
+        """
         if program.fingerprint != self.program.fingerprint:
             raise PlanMismatch(
                 f"the plan was made for {self.program.name} [{self.program.fingerprint}], {len(self.program.ops)} ops; "
                 f"this graph is {program.name} [{program.fingerprint}], {len(program.ops)} ops"
             )
-        return replace(self, joint=joint)
+        plan = judge(program, self.actions, self.planner, None, self.machine)
+        return replace(plan, budget_bytes=self.budget_bytes, notes=self.notes, joint=joint)
 
     def __str__(self) -> str:
         from fxmem.report.text import summary

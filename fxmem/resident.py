@@ -32,8 +32,10 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def beside_graph_bytes(function: Callable[..., Any], program: Program, first_graph: bool) -> int:
-    """Parameters and buffers that the graph does not take; and, for the first of several graphs of a step, the gradients
-    of those parameters, which stand before this graph's backward runs."""
+    """Parameters and buffers that the graph does not take.
+
+    For the first of several graphs of a step also the gradients of those parameters, which stand before its backward.
+    """
     tensors = [t for m in modules_of(function) for t in (*m._parameters.values(), *m._buffers.values())]
     nbytes = program.nbytes()
     in_graph = sum(nbytes[s] for s in {s for i in program.static for s in program.ops[i].storages})

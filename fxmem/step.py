@@ -10,16 +10,16 @@ import torch
 from torch import fx, nn
 
 from fxmem import compat
-from fxmem.analysis.peak import evaluator
 from fxmem.capture import JointGraph
 from fxmem.driver import plan_graph
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.lower import backend, split
-from fxmem.measure import MemoryTrace
+from fxmem.measure import MemoryTrace, device_of
 from fxmem.options import Settings
 from fxmem.passes import rewrite
 from fxmem.planning import Plan
+from fxmem.reach import reachable_tensors, storages
 from fxmem.report.decisions import standing_at_peak
 from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
 from fxmem.schedule import StartBackward
@@ -41,7 +41,8 @@ class Step:
         self.generation = 0
         self.excess_bytes = 0
         self.measured_peak_bytes: int | None = None
-        self.trace: MemoryTrace | None = None
+        self._trace: MemoryTrace | None = None
+        self._start_bytes = 0
         self._parameters = parameters_of(function)
         self._gradient_bytes = 0
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
@@ -85,7 +86,7 @@ class Step:
             graph.plan = None
 
     def resident_bytes(self, program: Program) -> int:
-        """Bytes beside `program`: parameters it does not take, gradients, optimizer state, what earlier graphs saved."""
+        """Bytes beside `program`: parameters not in it, gradients, optimizer state, what earlier graphs saved."""
         beside = beside_graph_bytes(self.function, program, first_graph=not self.plans)
         return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, self.plans))
 
@@ -94,29 +95,23 @@ class Step:
         """What the measured peak is held to; None: no limit, or nothing captured yet."""
         return max((graph.budget_bytes for graph in self.graphs if graph.budget_bytes is not None), default=None)
 
-    def before_forward(self, args: Sequence[Any]) -> None:
-        """Start measuring if a plan in force was not verified yet."""
-        if self.trace is None and self._num_verified < len(self.plans) and self.budget_bytes is not None:
-            self.trace = MemoryTrace.start(self.function, self.settings.optimizer, args)
+    def start_trace(self, args: Sequence[Any]) -> MemoryTrace | None:
+        """Start measuring if a plan in force was not verified yet and no measurement is under way."""
+        if self._num_verified == len(self.plans) or self.budget_bytes is None:
+            return None
+        if self._trace is not None and self._trace.is_running:
+            return None
+        tensors = reachable_tensors((self.function, self.settings.optimizer, args))
+        device = device_of(tensors)
+        self._start_bytes = sum(storages(tensors, device).values())
+        self._trace = MemoryTrace(device, watched=tensors, on_done=self._verify)
+        return self._trace if self._trace.begin() else None
 
-    def watch_backward(self, outputs: Sequence[Any]) -> None:
-        """Verify at the end of the backward that starts at one of `outputs`."""
-
-        def hook(_: torch.Tensor) -> None:
-            if self.trace is not None:
-                compat.after_backward(self._verify)
-
-        for output in outputs:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(hook)
-
-    def _verify(self) -> None:
+    def _verify(self, trace: MemoryTrace) -> None:
         """Compare the measured peak with the budget. Raises BudgetInfeasible after the last retry."""
-        trace, self.trace = self.trace, None
-        peak_bytes = trace.stop() if trace is not None else None
-        if peak_bytes is None or self.budget_bytes is None:
+        if trace.peak_delta_bytes is None or self.budget_bytes is None:
             return
-        self.measured_peak_bytes = peak_bytes
+        self.measured_peak_bytes = peak_bytes = self._start_bytes + trace.peak_delta_bytes
         self._num_verified = len(self.plans)
         over_bytes = peak_bytes - self.budget_bytes
         if over_bytes <= 0:
@@ -155,11 +150,12 @@ class Graph:
                 self._compile_again()
             if self.plan is not None and self.plan.program.is_symbolic:
                 self._check_sizes(args)
-            self.step.before_forward(args)
-        outputs = self._code(*args)
-        if self.step.trace is not None:
-            self.step.watch_backward(outputs)
-        return outputs
+            trace = self.step.start_trace(args)
+            if trace is not None:
+                outputs = self._code(*args)
+                trace.end_with_backward_of(outputs)
+                return outputs
+        return self._code(*args)
 
     def _compile_again(self) -> None:
         with compat.retracing(self.example_inputs):
@@ -167,16 +163,13 @@ class Graph:
 
     def _check_sizes(self, args: Sequence[Any]) -> None:
         """Plan again for the sizes of this call if the plan in force would exceed its budget with them."""
-        values = compat.symbol_values(self.example_inputs, args)
-        assert self.plan is not None
-        if self.plan.budget_bytes is not None and self._peak_bytes(values) > self.plan.budget_bytes:
+        plan, values = self.plan, compat.symbol_values(self.example_inputs, args)
+        if plan is None or plan.budget_bytes is None:
+            return
+        if plan.peak_bytes_at(values) > plan.budget_bytes:
             self.sizes = values
             self.step.plan_again()
             self._compile_again()
-
-    def _peak_bytes(self, values: Mapping[str, int]) -> int:
-        assert self.plan is not None
-        return evaluator(self.plan)(values)
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = self.step

@@ -67,7 +67,7 @@ class Program:
     No forward op depends on a backward one: all of forward can run before backward starts. An input of the backward
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
-    throughout without being an input (existing gradients, optimizer state).
+    throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Program:
     static: tuple[int, ...] = ()
     hints: Mapping[str, int] = field(default_factory=dict)
     extra_resident_bytes: int = 0
+    graph: str = ""
 
     def __post_init__(self) -> None:
         verify_program(self)
@@ -119,7 +120,9 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of structure and sizes, not of times or names: equal iff a schedule for one is valid for the other."""
+        """Of the captured graph, or else a hash of structure and sizes: equal if a schedule for one is one for the other."""
+        if self.graph:
+            return self.graph
         parts = [
             [
                 (op.target if not op.is_input else "input", op.region, op.args, op.storages, op.recomputable)
@@ -139,16 +142,28 @@ class Program:
         return replace(self, ops=tuple(ops))
 
     def at(self, values: Mapping[str, int]) -> Program:
-        """The same program with other values as hints; costs of an op are scaled with the bytes it puts out."""
+        """The same program with other values as hints; costs of an op are scaled with its `scale_storage`."""
         if not values or dict(values) == dict(self.hints):
             return self
         old, new = self.nbytes(), self.nbytes(values)
-        ratios = [sum(new[s] for s in op.storages) / max(1, sum(old[s] for s in op.storages)) for op in self.ops]
+        by = [self.scale_storage(op, old) for op in self.ops]
         scaled = self.with_costs(
-            [op.seconds * ratio for op, ratio in zip(self.ops, ratios, strict=True)],
-            [round(op.workspace_bytes * ratio) for op, ratio in zip(self.ops, ratios, strict=True)],
+            [op.seconds if s is None else op.seconds * new[s] / old[s] for op, s in zip(self.ops, by, strict=True)],
+            [
+                op.workspace_bytes if s is None else -(-op.workspace_bytes * new[s] // old[s])
+                for op, s in zip(self.ops, by, strict=True)
+            ],
         )
         return replace(scaled, hints=dict(values))
+
+    def scale_storage(self, op: Op, nbytes: list[int]) -> int | None:
+        """The largest storage of symbolic size that `op` reads or writes: its costs are taken to grow in proportion.
+
+        `nbytes`: of every storage at the hints. None if only fixed sizes are involved.
+        """
+        touched = dict.fromkeys((*op.storages, *self.reads(op)))
+        symbolic = [s for s in touched if nbytes[s] and not isinstance(self.storages[s].nbytes, int)]
+        return max(symbolic, key=lambda s: nbytes[s], default=None)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -164,6 +179,7 @@ class Program:
             "static": list(self.static),
             "hints": dict(self.hints),
             "extra_resident_bytes": self.extra_resident_bytes,
+            "graph": self.graph,
         }
 
     @classmethod
@@ -182,6 +198,7 @@ class Program:
             static=tuple(data["static"]),
             hints=dict(data.get("hints", {})),
             extra_resident_bytes=data.get("extra_resident_bytes", 0),
+            graph=data.get("graph", ""),
         )
 
     @classmethod
