@@ -25,6 +25,7 @@ from fxmem.errors import VerifyError
 from fxmem.ir.from_fx import is_collective, is_random
 from fxmem.passes import debug
 from fxmem.passes.emit import META, region_of
+from fxmem.passes.offload import verify_offload
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ CHECKS: Mapping[str, Callable[[JointGraph], None]] = {
     "metadata": verify_metadata,
     "regions": verify_regions,
     "recompute": verify_recompute,
+    "offload": verify_offload,
 }
 _ALWAYS = frozenset({"lint", "metadata"})
 

@@ -48,13 +48,17 @@ def region_of(node: fx.Node) -> Region | None:
     return region
 
 
-def emit(joint: JointGraph, program: Program, actions: Sequence[Action]) -> JointGraph:
+def emit(
+    joint: JointGraph, program: Program, actions: Sequence[Action], state: Mapping[Any, Any] | None = None
+) -> JointGraph:
     """Return a new joint graph that runs `actions`; inputs and outputs are those of `joint`, in its order.
 
+    `state`: what handlers find in `Emitter.state`.
     Nodes that no action needs vanish. Raises PlanMismatch if `program` does not describe `joint`, VerifyError for an
     action that cannot be written (unknown type, value not there, reads a storage that was overwritten meanwhile).
     """
     emitter = Emitter(joint, program)
+    emitter.state.update(state or {})
     for action in actions:
         handler = _HANDLERS.get(type(action))
         if handler is None:

@@ -2,8 +2,9 @@
 
 An op returns or takes a *handle*: a CPU tensor of three integers (runtime, step, slot) whose storage keeps the step
 alive, through views, `detach` and autograd's saved tensors. When the last handle of a step dies, its room on the tiers
-is free again. `x` is an argument of `free` so that no compiler ends its life, and uses its bytes again, while they are copied.
-`wait` returns an alias of what `reload` returned. The anchors `after` hold a node below the ops that made them.
+is free again. `x` is an argument of `free` so that no compiler ends its life, and uses its bytes again, while they are
+copied. `wait` returns an alias of what `reload` returned. Of the tensors `after`, a reload reads nothing: it stays
+below the ops that made them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fxmem.runtime.engine import Engine, Step
 
 _LIBRARY = torch.library.Library("fxmem", "DEF")
 _LIBRARY.define("offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1) -> Tensor")
-_LIBRARY.define("free(Tensor handle, Tensor x, Tensor[]? after=None) -> Tensor")
+_LIBRARY.define("free(Tensor handle, Tensor x) -> Tensor")
 _LIBRARY.define(
     "reload(Tensor handle, SymInt[] size, SymInt[] stride, int offset, ScalarType dtype, Device device, "
     "Tensor[]? after=None) -> Tensor"
@@ -104,7 +105,7 @@ def _offload(
 
 
 @torch.library.impl(_LIBRARY, "free", "CompositeExplicitAutograd")
-def _free(handle: torch.Tensor, x: torch.Tensor, after: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+def _free(handle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     engine, step, slot, key = _open(handle)
     engine.free(step, slot)
     return _handle(key, step, slot)
@@ -138,7 +139,7 @@ def _fake_offload(
     return torch.empty(3, dtype=torch.int64, device="cpu")
 
 
-def _fake_free(handle: torch.Tensor, x: torch.Tensor, after: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+def _fake_free(handle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(handle)
 
 
