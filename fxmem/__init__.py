@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         PlanMismatch,
         VerifyError,
     )
-    from fxmem.measure import Measurement, measure
+    from fxmem.measurement import Measurement, measure
     from fxmem.planning import Plan
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "measure",
     "plan",
 ]
-_MODULES = ("errors", "planning", "measure", "api")
+_MODULES = ("errors", "planning", "measurement", "api")
 
 
 def __getattr__(name: str) -> Any:

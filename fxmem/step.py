@@ -15,7 +15,7 @@ from fxmem.driver import plan_graph
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.lower import backend, split
-from fxmem.measure import MemoryTrace, device_of
+from fxmem.measurement import MemoryTrace, device_of
 from fxmem.options import Settings
 from fxmem.passes import rewrite
 from fxmem.planning import Plan

@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,19 +77,19 @@ class MemoryTrace:
         self.on_done = on_done
         self.peak_delta_bytes: int | None = None
         self.peak_allocated_bytes = 0
-        self._watched = list(watched)
+        self._watched: Iterable[Tensor] = list(watched)
         self._log: _CpuLog | _CudaLog | None = None
 
     def begin(self) -> bool:
         """Start; False (and nothing is measured) when another profiler is active on this thread."""
+        watched, self._watched = self._watched, ()
         if self.device.type == "cuda":
             self._log = _CudaLog(self.device)
         elif _recorder.is_blocked():
-            self._watched.clear()
             return False
         else:
-            self._log = _CpuLog(self._watched)
-        self._watched.clear()
+            self._log = _CpuLog(watched)
+        del watched
         self._log.begin()
         return True
 
@@ -147,23 +147,20 @@ class _BackwardHook:
         self.trace.end()
 
 
-@dataclass
 class _CpuLog:
     """One trace's view of the shared recorder: bytes above the start, by address."""
 
-    watched: list[Tensor]
-    live: dict[int, int] = field(default_factory=dict)
-    level: int = 0
-    peak: int = 0
-
-    def begin(self) -> None:
+    def __init__(self, watched: Iterable[Tensor]) -> None:
+        self.live: dict[int, int] = {}
+        self.level = self.peak = 0
         self.finalizers = [
             weakref.finalize(tensor, _mark_gone, address, nbytes)
-            for address, (tensor, nbytes) in _sole_owners(self.watched).items()
+            for address, (tensor, nbytes) in _sole_owners(watched).items()
         ]
-        self.watched.clear()
         for finalizer in self.finalizers:
             finalizer.atexit = False
+
+    def begin(self) -> None:
         _recorder.add(self)
 
     def end(self) -> tuple[int, int]:
@@ -234,7 +231,7 @@ _recorder = _Recorder()
 class _CudaLog:
     """Peak of one device since the trace began; traces that overlap share the device's one peak counter."""
 
-    open: list[_CudaLog] = []
+    open: ClassVar[list[_CudaLog]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
