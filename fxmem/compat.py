@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -119,9 +121,8 @@ def aot_export_joint(
     stack: contextlib.ExitStack, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.GraphModule:
     """AOTAutograd's joint graph of a module, inputs and outputs described by ``meta["desc"]``; no decompositions."""
-    joint = aot_export_joint_with_descriptors(
-        stack, module, args, kwargs, keep_inference_input_mutations=True, _record_nn_module_stack=True
-    )
+    with unittest.mock.patch.object(PythonKeyTracer, "record_stack_traces", True):
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, keep_inference_input_mutations=True)
     return joint.graph_module
 
 

@@ -12,12 +12,13 @@ from torch import fx, nn
 
 from fxmem import compat
 from fxmem.capture.backend import make_backend
+from fxmem.capture.direct import trace
 from fxmem.capture.errors import as_capture_error
 from fxmem.capture.fakes import Fakes
 from fxmem.capture.joint import JointGraph
 from fxmem.errors import CaptureError
 
-Frontend = Literal["dynamo", "make_fx"]
+Frontend = Literal["dynamo", "aot"]
 
 
 class _Captured(BaseException):
@@ -58,13 +59,11 @@ def capture(
     `no_grad`. `dynamic`: sizes of inputs are symbols. Modules keep their state, mode and compiled code; random state
     and grad mode are kept.
 
+    `frontend="aot"` leaves Dynamo out (see `fxmem.capture.direct`): faster on deep models, another graph.
+
     A model that breaks into several graphs is run on fake tensors from one to the next, which fails where the code
     between them needs a value. Raises CaptureError with the model's line.
     """
-    if frontend == "make_fx":
-        from fxmem.capture.functional import trace
-
-        return [trace(function, args, kwargs or {}, train=train, dynamic=dynamic, loss_fn=loss_fn, device=device)]
     target = function if loss_fn is None else with_loss(function, loss_fn)
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.no_modes())
@@ -73,6 +72,10 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(train))
         fakes = Fakes(function, (args, dict(kwargs or {})), device)
         fake_args, fake_kwargs = stack.enter_context(fakes.installed())
+        if frontend == "aot":
+            if dynamic:
+                raise CaptureError('symbolic sizes need frontend="dynamo"')
+            return [trace(function, tuple(fake_args), fake_kwargs, fakes.mode, loss_fn)]
         try:
             return [_only_graph(target, fake_args, fake_kwargs, dynamic)]
         except _GraphBreak:

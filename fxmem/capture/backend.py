@@ -23,8 +23,7 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def boxed(module: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Callable[[list[Any]], Any]:
     """Run `module` as it is, taking its arguments in a list that it empties: each dies at its last use."""
     module.graph.set_codegen(compat.BoxedCodeGen())
-    module.recompile()
-    forward = module.forward
+    forward = compat.recompiled(module)
 
     def run(args: list[Any]) -> Any:
         return forward(args)

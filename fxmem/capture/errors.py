@@ -19,7 +19,7 @@ _NOISE = re.compile(r"\n\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE|For even m
 def user_frame(stack_trace: str | None) -> str | None:
     """'file:line: code' of the innermost frame of a printed stack that is not torch's (or fxmem's) own."""
     frames = list(_FRAME.finditer(stack_trace or ""))
-    user = [m for m in frames if not re.search(r"[/\\](?:torch|fxmem)[/\\]", m["file"])] or frames
+    user = [m for m in frames if not re.search(r"[/\\](?:torch|fxmem[/\\]capture)[/\\]", m["file"])] or frames
     return f"{user[-1]['file']}:{user[-1]['line']}: {user[-1]['code'].strip()}" if user else None
 
 
@@ -41,6 +41,8 @@ def capture_errors() -> Iterator[None]:
         warnings.simplefilter("always")
         try:
             yield
+        except compat.RestartAnalysis:  # Dynamo starts over: not a failure
+            raise
         except Exception as error:
             trace = next((str(w.message) for w in reversed(seen) if _FORWARD_TRACE in str(w.message)), None)
             raise as_capture_error(error, trace) from error

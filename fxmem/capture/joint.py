@@ -150,7 +150,9 @@ def _qualified_names(static: Sequence[fx.Node], input_sources: Sequence[str]) ->
     found: dict[str, tuple[str, str]] = {}
     for node in static:
         desc = node.meta.get("desc")
-        if isinstance(desc, compat.PlainAOTInput) and desc.idx < len(input_sources) and input_sources[desc.idx]:
+        if isinstance(desc, (compat.ParamAOTInput, compat.BufferAOTInput)):
+            found[node.name] = ("", desc.target)
+        elif isinstance(desc, compat.PlainAOTInput) and desc.idx < len(input_sources) and input_sources[desc.idx]:
             found[node.name] = _split_source(input_sources[desc.idx])
     several = len({root for root, _ in found.values()}) > 1
     return {name: f"{root}.{path}" if several else path for name, (root, path) in found.items()}

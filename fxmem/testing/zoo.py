@@ -190,7 +190,7 @@ def _resnet50(size: Size) -> Built:
     config = ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck", **widths)
     return ClassifierLoss(ResNetForImageClassification(config)), (
         torch.randn(batch, 3, pixels, pixels),
-        _ids(10, batch),
+        _ids(2, batch),
     )
 
 
