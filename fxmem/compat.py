@@ -68,12 +68,12 @@ __all__ = [
     "no_aot_cache",
     "no_modes",
     "placeholder_source",
+    "profiler_is_active",
+    "queue_after_backward",
     "quiet_dynamo",
     "recompiled",
     "saved_description",
     "seen_as_compiling",
-    "profiler_is_active",
-    "queue_after_backward",
     "start_memory_log",
     "stop_memory_log",
     "storage_key",
@@ -245,7 +245,7 @@ PartitionFn = Callable[[fx.GraphModule, Sequence[int], int], tuple[fx.GraphModul
 """(joint graph, positions of parameters and buffers, number of forward outputs) -> (forward, backward)"""
 
 
-class _InductorPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _InductorPartitioner(CustomPartitionerFn):
     """`partition` for inductor, which caches by `uuid()` and pickles the partitioner into its cache keys."""
 
     def __init__(self, partition: PartitionFn, key: str) -> None:
@@ -269,13 +269,17 @@ def compile_with_inductor(
 
     patches = {"custom_partitioner_fn": _InductorPartitioner(partition, key)}
     with no_aot_cache():
-        compiled: Callable[..., Any] = compile_fx(module, list(example_inputs), config_patches=patches)
-    return compiled
+        compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
+    run: Callable[..., Any] = compiled
+    return run
+
+
+_profiler: Any = torch.autograd  # which re-exports the profiler's own calls, untyped
 
 
 def profiler_is_active() -> bool:
     """Is a torch profiler running on this thread? There can be only one."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(_profiler._profiler_enabled())
 
 
 def start_memory_log() -> None:
@@ -286,8 +290,8 @@ def start_memory_log() -> None:
         raise RuntimeError("a profiler is active on this thread")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes two lines to stderr a session
     config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
-    torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
-    torch.autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+    _profiler._prepare_profiler(config, {ProfilerActivity.CPU})
+    _profiler._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
 
 
 def stop_memory_log() -> list[tuple[str, int, int]]:
@@ -299,7 +303,7 @@ def stop_memory_log() -> list[tuple[str, int, int]]:
             yield event
             yield from walk(event.children)
 
-    events = sorted(walk(torch.autograd._disable_profiler().experimental_event_tree()), key=lambda e: e.start_time_ns)
+    events = sorted(walk(_profiler._disable_profiler().experimental_event_tree()), key=lambda e: e.start_time_ns)
     log: list[tuple[str, int, int]] = []
     for event in events:
         if event.tag != _EventType.Allocation:
