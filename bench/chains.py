@@ -49,6 +49,8 @@ def random_cases(seed: int, count: int, low: int, high: int, floor: float) -> It
 
 
 def _summary(ratios: Sequence[float]) -> Row:
+    if not ratios:
+        return {"cases": 0, "mean_ratio": None, "worst_ratio": None, "optimal_share": None}
     return {
         "cases": len(ratios),
         "mean_ratio": sum(ratios) / len(ratios),
@@ -81,7 +83,7 @@ def planner_rows(seed: int, count: int) -> Iterator[Row]:
             if against == "joint" or name == "rotor":
                 key = f"{name}/{against}"
                 row = {"kind": "planner", "planner": name, "against": against, "missed": missed[key]}
-                yield row | _summary(ratios[key] or [math.nan]) | {"solve_s": seconds[name] / count}
+                yield row | _summary(ratios[key]) | {"solve_s": seconds[name] / count}
 
 
 def offload_rows(seed: int, count: int) -> Iterator[Row]:

@@ -75,7 +75,7 @@ class Chain:
             for option in self.options(i):
                 if option.abar < self.a[i + 1]:
                     raise ChainError(f"block {i} saves {option.abar} bytes, less than its own output ({self.a[i + 1]})")
-        if min(*self.u, *self.v, *self.a, *self.g, *self.wf, *self.wb, self.base) < 0:
+        if min(*self.u, *self.v, *self.a, *self.g, *self.wf, self.base) < 0:
             raise ChainError("times and sizes of a chain can't be negative")
 
     @property
