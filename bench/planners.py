@@ -1,4 +1,4 @@
-"""Planners on captured graphs: extra time, proven bound and solving time at budgets given as fractions of the all-saved peak.
+"""Planners on captured graphs: extra time, proven bound, solving time at budgets in fractions of the all-saved peak.
 
     python -m bench.planners DIR [--instances a,b] --budgets 0.8,0.6 --planner auto [--json]
 

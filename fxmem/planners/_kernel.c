@@ -75,12 +75,14 @@ Ctx *fx_new(int N, int nf, int S, const int *rp, const int *ri, const int *wp, c
     c->head = malloc(sizeof(int) * (n + 1));
     c->cap_drops = 4 * S + 64;
     c->next = malloc(sizeof(int) * (size_t)c->cap_drops); c->val = malloc(sizeof(int) * (size_t)c->cap_drops);
+    c->cls = malloc(sizeof(int) * (s + 1));
+    for (int i = 0; i < S; i++) c->cls[i] = i;
     fx_clear(c);
     return c;
 }
 
 void fx_free(Ctx *c) {
-    void *p[] = {c->rp, c->ri, c->wp, c->wi, c->cp, c->ci, c->sec, c->ws, c->nb, c->rec, c->keep, c->cand,
+    void *p[] = {c->rp, c->ri, c->wp, c->wi, c->cp, c->ci, c->sec, c->ws, c->nb, c->rec, c->keep, c->cand, c->cls,
                  c->prod, c->saved, c->head, c->next, c->val, c->E, c->seg, c->mem, c->fwmem, c->run, c->need,
                  c->used, c->avail, c->mark, c->stk, c->stp, c->last, c->stamp};
     for (size_t i = 0; i < sizeof p / sizeof *p; i++) free(p[i]);
@@ -223,6 +225,7 @@ Eval fx_eval(Ctx *c, int64_t room) {
 
 void fx_evaluate(Ctx *c, int64_t room, Eval *out) { *out = fx_eval(c, room); }
 void fx_seed(Ctx *c, uint64_t seed) { c->rng = seed * 0x2545F4914F6CDD1DULL + 1; }
+void fx_classes(Ctx *c, const int *cls) { memcpy(c->cls, cls, sizeof(int) * (size_t)c->S); }
 int64_t fx_work(const Ctx *c) { return c->work; }
 
 /* Read back the last evaluation: backward steps, their segments and bytes, forward kernels that run. */

@@ -27,6 +27,7 @@ typedef struct {
     int64_t *ws, *nb;
     uint8_t *rec, *keep, *cand;     /* cand: a decision exists for this storage */
     int *prod;
+    int *cls;                       /* storages that play the same part in identical blocks share a class */
     /* state */
     uint8_t *saved;
     int *head, *next, *val, drops, cap_drops, free_drop;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { Toggle t; double ratio, extra, over; int fresh; } Move;
+typedef struct { Toggle t; double ratio, extra, over; } Move;
 
 typedef struct { Move *at; int n, cap; } Moves;
 
@@ -13,7 +13,7 @@ static void push(Moves *m, int type, int s, int b) {
         m->cap = m->cap ? 2 * m->cap : 256;
         m->at = realloc(m->at, sizeof(Move) * (size_t)m->cap);
     }
-    Move v = {{type, s, b}, 0.0, 0.0, 0.0, 0};
+    Move v = {{type, s, b}, 0.0, 0.0, 0.0};
     m->at[m->n++] = v;
 }
 
@@ -76,16 +76,15 @@ static void rate(Ctx *c, Move *m, Eval now, int64_t room) {
     fx_apply(c, fx_inverse(m->t));
     m->extra = e.extra - now.extra;
     m->over = now.over - e.over;
-    m->fresh = 1;
     m->ratio = m->over <= 0.5 ? HUGE_VAL : (m->extra + 1e-9 * c->total) / m->over;
     if (m->ratio < 0) m->ratio = -1.0 / (1e-30 - m->ratio);   /* both better: larger gains first */
 }
 
-typedef struct { double *unsave, *add, *redo; } Guess;
+/* What is known of a kind of decision, by class of storage: its last ratio, and the round it was last looked at. */
+typedef struct { double *ratio; int *seen, round, n; } Guess;
 
-static double *guess_of(Guess *g, Toggle t) {
-    if (t.type == T_UNSAVE) return g->unsave + t.s;
-    return (t.type == T_ADD ? g->add : g->redo) + t.s;
+static int kind(const Ctx *c, const Guess *g, Toggle t) {
+    return c->cls[t.s] + g->n * (t.type == T_UNSAVE ? 0 : t.type == T_ADD ? 1 : 2);
 }
 
 static int by_ratio(const void *a, const void *b) {
@@ -93,36 +92,42 @@ static int by_ratio(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Lazily find the best move: remembered ratios order the look, at most `look` looks beyond the best found so far. */
+/* Lazily find the best move: remembered ratios order the look, at most `look` looks beyond the best found so far, and one
+ * look at each class. */
 static int best_move(Ctx *c, Moves *m, Guess *g, Eval now, int64_t room, int look, double noise) {
     for (int i = 0; i < m->n; i++) {
-        m->at[i].ratio = *guess_of(g, m->at[i].t);
+        m->at[i].ratio = g->ratio[kind(c, g, m->at[i].t)];
         if (noise > 0) m->at[i].ratio *= exp(noise * fx_normal(c));
     }
     qsort(m->at, (size_t)m->n, sizeof(Move), by_ratio);
     int best = -1, left = look;
+    g->round++;
     for (int i = 0; i < m->n; i++) {
-        if (best >= 0 && left-- <= 0 && m->at[i].ratio > m->at[best].ratio) break;
+        int at = kind(c, g, m->at[i].t);
         double known = m->at[i].ratio;
+        if (best >= 0 && left <= 0 && known > m->at[best].ratio) break;
+        if (g->seen[at] == g->round) continue;
+        left--;
         rate(c, m->at + i, now, room);
-        *guess_of(g, m->at[i].t) = m->at[i].ratio == HUGE_VAL ? 1e6 * (fabs(known) + 1e-30) : m->at[i].ratio;
+        if (m->at[i].ratio < HUGE_VAL) g->seen[at] = g->round;
+        g->ratio[at] = m->at[i].ratio == HUGE_VAL ? 1e6 * (fabs(known) + 1e-30) : m->at[i].ratio;
         if (m->at[i].ratio < HUGE_VAL && (best < 0 || m->at[i].ratio < m->at[best].ratio)) { best = i; left = look; }
     }
     return best;
 }
 
 static Guess new_guess(Ctx *c) {
-    Guess g;
     size_t n = (size_t)c->S + 1;
-    g.unsave = malloc(3 * n * sizeof(double));
-    g.add = g.unsave + n; g.redo = g.add + n;
+    Guess g = {malloc(3 * n * sizeof(double)), calloc(3 * n, sizeof(int)), 0, c->S};
     for (int s = 0; s < c->S; s++) {
         double price = c->prod[s] < 0 ? 1.0 : (c->sec[c->prod[s]] + 1e-9 * c->total) / ((double)c->nb[s] + 1.0);
-        g.unsave[s] = g.add[s] = price / (c->N - c->nf + 1);
-        g.redo[s] = 0.0;
+        g.ratio[s] = g.ratio[s + c->S] = price / (c->N - c->nf + 1);
+        g.ratio[s + 2 * c->S] = 0.0;
     }
     return g;
 }
+
+static void free_guess(Guess *g) { free(g->ratio); free(g->seen); }
 
 /* Forget the keeps that the last evaluation found unused: an unused one would silently become the operand that the next
  * decision holds on to. The emission stays the same. */
@@ -141,6 +146,34 @@ static void tidy(Ctx *c) {
         }
 }
 
+static void apply_range(Ctx *c, const Moves *m, const int *at, int from, int to, int undo) {
+    for (int i = from; i < to; i++) fx_apply(c, undo ? fx_inverse(m->at[at[i]].t) : m->at[at[i]].t);
+}
+
+/* Move `best` paid: take the same decision for others of its class, in doubling groups, while they pay about as well. */
+static Eval repeat_in_class(Ctx *c, Moves *m, int best, Eval e, int64_t room) {
+    Move like = m->at[best];
+    int *at = malloc(sizeof(int) * (size_t)(m->n + 1)), n = 0;
+    for (int i = 0; i < m->n; i++)
+        if (i != best && m->at[i].t.type == like.t.type && c->cls[m->at[i].t.s] == c->cls[like.t.s]) at[n++] = i;
+    for (int from = 0, size = 1; from < n && e.peak > room && like.extra > 0; size *= 2) {
+        int need = 1 + (int)(e.over / like.over);
+        int to = from + size < n ? from + size : n;
+        if (to - from > need) to = from + need;
+        apply_range(c, m, at, from, to, 0);
+        Eval f = fx_eval(c, room);
+        if (f.over > e.over - 0.5 * like.over * (to - from) || f.extra > e.extra + 1.2 * like.extra * (to - from)) {
+            apply_range(c, m, at, from, to, 1);
+            e = fx_eval(c, room);
+            break;
+        }
+        e = f;
+        from = to;
+    }
+    free(at);
+    return e;
+}
+
 /* Toggle the cheapest decisions until the peak is within the room. Returns 1 if it is. */
 int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double deadline, Eval *out) {
     Guess g = new_guess(c);
@@ -153,9 +186,10 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
         if (i < 0) break;
         fx_apply(c, m.at[i].t);
         e = fx_eval(c, room);
+        e = repeat_in_class(c, &m, i, e, room);
         prune(c);
     }
-    free(g.unsave); free(m.at);
+    free_guess(&g); free(m.at);
     *out = e;
     return e.peak <= room;
 }
@@ -174,25 +208,49 @@ static void decisions(Ctx *c, Moves *m) {
     for (int i = 0; i < m->n; i++) m->at[i].extra = c->sec[c->prod[m->at[i].t.s]];
 }
 
-/* Undo decisions, dearest first, wherever time falls (or stays, with fewer decisions) and the peak still fits. */
-void fx_polish(Ctx *c, int64_t room, int passes, double deadline, Eval *out) {
+static int accepts(Ctx *c, Eval *e, int64_t room, int removes) {
+    Eval f = fx_eval(c, room);
+    int better = f.extra < e->extra - 1e-12 * c->total;
+    if (f.peak > room || !(better || (removes && f.extra <= e->extra))) return 0;
+    *e = f;
+    prune(c);
+    return 1 + better;
+}
+
+/* One pass over all decisions to undo, dearest first, class by class in halving groups. Returns whether time fell. */
+static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, double deadline) {
+    int gain = 0, *at = malloc(sizeof(int) * (size_t)(m->n + 1));
+    uint8_t *done = calloc((size_t)m->n + 1, 1);
+    for (int i = 0; i < m->n && *looks > 0 && !(deadline > 0 && fx_now() > deadline); i++) {
+        int n = 0;
+        if (done[i]) continue;
+        for (int j = i; j < m->n && c->sec[c->prod[m->at[j].t.s]] >= 0.5 * m->at[i].extra; j++)
+            if (m->at[j].t.type == m->at[i].t.type && c->cls[m->at[j].t.s] == c->cls[m->at[i].t.s]) at[n++] = j, done[j] = 1;
+        for (int from = 0, size = n; from < n;) {
+            int to = from + size < n ? from + size : n;
+            apply_range(c, m, at, from, to, 0);
+            --*looks;
+            int ok = accepts(c, e, room, m->at[i].t.type == T_REMOVE);
+            if (!ok) apply_range(c, m, at, from, to, 1);
+            gain |= ok == 2;
+            if (ok) { from = to; size *= 2; }
+            else if (size > 1) size /= 2;
+            else from += 1 + n / 4;   /* elsewhere in the row of blocks it may still pay */
+        }
+    }
+    free(at); free(done);
+    return gain;
+}
+
+/* Undo decisions wherever time falls (or stays, with fewer of them) and the peak still fits, in at most `looks` looks. */
+void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
     tidy(c);
-    for (int gain = 1; gain && passes-- > 0 && e.peak <= room;) {
-        gain = 0;
+    for (int gain = 1, left = 3; gain && left > 0 && looks > 0 && e.peak <= room; left--) {
         decisions(c, &m);
         qsort(m.at, (size_t)m.n, sizeof(Move), by_price);
-        for (int i = 0; i < m.n && !(deadline > 0 && fx_now() > deadline); i++) {
-            fx_apply(c, m.at[i].t);
-            Eval f = fx_eval(c, room);
-            int better = f.extra < e.extra - 1e-12 * c->total;
-            if (f.peak <= room && (better || (m.at[i].t.type == T_REMOVE && f.extra <= e.extra))) {
-                e = f;
-                gain |= better;
-                prune(c);
-            } else fx_apply(c, fx_inverse(m.at[i].t));
-        }
+        gain = polish_pass(c, &m, &e, room, &looks, deadline);
     }
     *out = fx_eval(c, room);
     free(m.at);
@@ -257,7 +315,7 @@ int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperatur
         for (int i = 0; i < flips; i++) fx_apply(c, random_toggle(c, &m));
         Eval f;
         int ok = fx_repair(c, room, 2, 40, 0.3, deadline, &f);
-        if (ok && f.extra < e.extra + 0.01 * c->total) fx_polish(c, room, 1, deadline, &f);
+        if (ok && f.extra < e.extra + 0.01 * c->total) fx_polish(c, room, m.n + 64, deadline, &f);
         double limit = e.extra - temperature * (1.0 - (double)done / rounds) * c->total * log(fx_uniform(c) + 1e-300);
         if (ok && f.extra <= limit) {
             e = f;

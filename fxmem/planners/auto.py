@@ -1,12 +1,13 @@
-"""The default planner: everything saved, a family of minimum cuts and look-ahead eviction, each repaired and polished; then
-randomised search from the best of them."""
+"""The default planner: everything saved, a family of minimum cuts and look-ahead eviction, each repaired and polished;
+then randomised search from the best of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fxmem.errors import BudgetInfeasible
+from fxmem.planners.blocks import storage_classes
 from fxmem.planners.bound import LowerBound, least_bytes
 from fxmem.planners.evict import NoisyEviction, evicted_states
 from fxmem.planners.kernel import Kernel, Score, State
@@ -14,8 +15,10 @@ from fxmem.planners.mincut import CutFamily, cut_states
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution, register
 
-_SOLVE_S = 8.0  # default time limit
+_SOLVE_S = 8.0  # default time limit of a small problem
 _NUM_KEPT = 6
+_MAX_MOMENTS = 8
+_SHARE_ABOVE = 600  # kernels; below, every storage is worth its own look
 
 
 class Pool:
@@ -65,10 +68,7 @@ class Pool:
 def first_states(pool: Pool, family: CutFamily) -> Iterator[State]:
     """Candidates in the order in which they tend to pay."""
     kernel, budget = pool.kernel, pool.budget_bytes
-    evictions = evicted_states(kernel, budget, pool.peak_bytes)
-    for _ in range(2):
-        yield next(evictions)
-    yield kernel.all_saved()
+    yield from evicted_states(kernel, budget, pool.peak_bytes, (0.0, 0.3))
     cuts = list(cut_states(kernel, family, budget))
     over = float(pool.kernel.problem.baseline_s) / max(pool.peak_bytes, 1)
     cuts.sort(key=lambda cut: cut[0].extra_s + over * max(0, cut[0].peak_bytes - budget))
@@ -77,7 +77,8 @@ def first_states(pool: Pool, family: CutFamily) -> Iterator[State]:
         if len(kept) < _NUM_KEPT and state.saved.tobytes() not in kept:
             kept.add(state.saved.tobytes())
             yield state
-    yield from evictions
+    yield from evicted_states(kernel, budget, pool.peak_bytes, (0.1, 0.2, 0.05, 0.5, -0.03))
+    yield kernel.all_saved()
 
 
 def quick(pool: Pool, family: CutFamily, deadline_s: float) -> None:
@@ -88,13 +89,25 @@ def quick(pool: Pool, family: CutFamily, deadline_s: float) -> None:
             return
 
 
-def search(pool: Pool, deadline_s: float, seed: int, rounds: int = 1 << 30) -> None:
-    """Alternate noisy evictions with perturbation of the best states until the deadline."""
+def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) -> None:
+    """Raise the bound, moment by moment; every schedule that the solver proposes is a candidate."""
+    while len(bound.moments) < max_moments and time.monotonic() < deadline_s and not bound.closes(pool.best_s):
+        found = len(bound.states)
+        more = bound.step(deadline_s, pool.best_s)
+        for state in bound.states[found:]:
+            pool.improve(state, deadline_s)
+        if not more:
+            return
+
+
+def search(pool: Pool, deadline_s: float, seed: int) -> None:
+    """Alternate noisy evictions with perturbation of the best states until the deadline, or until they no longer pay."""
     kernel, budget = pool.kernel, pool.budget_bytes
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
     kernel.seed(seed)
-    slice_s = max(0.05, (deadline_s - time.monotonic()) / 16)
-    for turn in range(rounds):
+    slice_s = max(0.02, (deadline_s - time.monotonic()) / 16)
+    improved_s, known, turn = time.monotonic(), pool.best_s, 0
+    while time.monotonic() < min(deadline_s, improved_s + 12 * slice_s):
         end = min(deadline_s, time.monotonic() + slice_s)
         while time.monotonic() < end:
             state, setting = noisy.propose()
@@ -102,13 +115,14 @@ def search(pool: Pool, deadline_s: float, seed: int, rounds: int = 1 << 30) -> N
             if score is not None:
                 over = max(0, score.peak_bytes - budget)
                 noisy.accept(score.extra_s + (1e6 + over if over else 0.0), setting)
-        if time.monotonic() >= deadline_s:
-            return
         for _, _, state in pool.fitting[: 1 + turn % 3]:
             kernel.load(state)
             seconds = min(slice_s, deadline_s - time.monotonic())
             score = kernel.perturb(budget, seconds, 1 << 20, strength=4, temperature=(1e-3, 3e-3, 0.0)[turn % 3])
             pool.add(score, kernel.store())
+        if pool.best_s < known:
+            improved_s, known = time.monotonic(), pool.best_s
+        turn += 1
 
 
 def smallest(kernel: Kernel, family: CutFamily, peak_bytes: int, deadline_s: float, seed: int) -> tuple[int, State]:
@@ -147,35 +161,59 @@ def _first_fit(pool: Pool, family: CutFamily, deadline_s: float, seed: int) -> N
 
 @register("auto")
 def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Least extra time found under the budget within `solve_s`. Raises BudgetInfeasible with the smallest peak found."""
-    started = time.monotonic()
-    limit_s = _SOLVE_S if options.solve_s is None else options.solve_s
-    deadline_s = started + limit_s
+    """Least extra time found under the budget in `solve_s`. Raises BudgetInfeasible with the smallest peak found."""
+    limit_s = default_limit_s(problem) if options.solve_s is None else options.solve_s
     kernel = Kernel(problem)
+    if problem.num_kernels > _SHARE_ABOVE:
+        kernel.share(storage_classes(problem))
     kernel.load(kernel.all_saved())
-    score = kernel.evaluate(budget_bytes)
-    if score.peak_bytes <= budget_bytes:
-        return solution(kernel, kernel.all_saved(), 0.0, {"solve": "everything fits"})
-    family = CutFamily(problem, kernel.cand)
-    pool = Pool(kernel, budget_bytes, score.peak_bytes)
+    peak_bytes = kernel.evaluate(budget_bytes).peak_bytes
+    pool = Pool(kernel, budget_bytes, peak_bytes)
     bound = LowerBound(problem, kernel.cand, budget_bytes)
-    if budget_bytes >= least_bytes(problem):
-        quick(pool, family, started + 0.5 * limit_s)
-        bound.grow(started + 0.6 * limit_s, best_s=pool.best_s)
-        for state in reversed(bound.states):
-            pool.improve(state)
-        if not bound.closes(pool.best_s):
-            search(pool, deadline_s, options.seed)
+    pool.improve(
+        kernel.all_saved() if peak_bytes <= budget_bytes else next(evicted_states(kernel, budget_bytes, peak_bytes))
+    )
+    if peak_bytes > budget_bytes >= least_bytes(problem):
+        improve(pool, bound, CutFamily(problem, kernel.cand), limit_s, options)
     if pool.best is None:
-        least, state = smallest(kernel, family, score.peak_bytes, time.monotonic() + limit_s, options.seed)
-        if least > budget_bytes:
-            raise infeasible(kernel, budget_bytes, least, state)
-        pool.improve(state)
+        found = smallest(kernel, CutFamily(problem, kernel.cand), peak_bytes, time.monotonic() + limit_s, options.seed)
+        if found[0] > budget_bytes:
+            raise infeasible(kernel, budget_bytes, *found)
+        pool.improve(found[1])
     assert pool.best is not None
     return solution(kernel, pool.best, bound.seconds, {"candidates": len(pool.seen), "work": kernel.work})
 
 
-def solution(kernel: Kernel, state: State, lower_bound_s: float, notes: dict[str, object]) -> Solution:
+def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit_s: float, options: Options) -> None:
+    """Everything `auto` knows, until the bound is reached, nothing more is found, or time is up."""
+    started = time.monotonic()
+
+    def say(message: str) -> None:
+        if options.progress is not None:
+            extra = 100 * pool.best_s / max(pool.kernel.problem.baseline_s, 1e-30)
+            options.progress(time.monotonic() - started, f"{message}; best so far +{extra:.2f} %")
+
+    say("first bound")
+    certify(pool, bound, started + 0.2 * limit_s, 1)
+    say("candidates")
+    if not bound.closes(pool.best_s):
+        quick(pool, family, started + 0.45 * limit_s)
+    say("bound")
+    certify(pool, bound, started + 0.6 * limit_s, _MAX_MOMENTS)
+    bound.finish(started + 0.8 * limit_s, pool.best_s)
+    for state in bound.states:
+        pool.improve(state, started + limit_s)
+    say("search")
+    if not bound.closes(pool.best_s):
+        search(pool, started + limit_s, options.seed)
+
+
+def default_limit_s(problem: Problem) -> float:
+    """Seconds that `auto` may take: more for more kernels."""
+    return min(30.0, max(_SOLVE_S, problem.num_kernels / 100))
+
+
+def solution(kernel: Kernel, state: State, lower_bound_s: float, notes: Mapping[str, object]) -> Solution:
     """The actions of `state`."""
     kernel.load(state)
     order, num_forward = kernel.order()

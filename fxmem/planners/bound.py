@@ -8,22 +8,37 @@ import numpy as np
 import numpy.typing as npt
 
 from fxmem.planners.kernel import Kernel, State
-from fxmem.planners.moments import MomentModel
+from fxmem.planners.moments import MomentModel, last_readers, required_kernels
 from fxmem.planners.problem import Problem
 
-_CLOSED = 1e-5  # a gap of this share of the step counts as none
+_LARGE = 2500
+_CLOSED = 1e-4  # a gap of this share of the step counts as none
 
 
 def least_bytes(problem: Problem) -> int:
-    """The largest working set of a single kernel, with what stands there in any schedule of the captured order: no budget
-    below this is feasible."""
-    model = MomentModel(problem, np.zeros(problem.num_storages, dtype=np.uint8), 0)
-    kernels = [k for k in range(problem.num_kernels) if k >= problem.num_forward or model.required[k]]
-    return problem.base_bytes + max((model.fixed_bytes(k)[0] for k in kernels), default=0)
+    """The largest working set of a single kernel, with what stands there in any schedule of the captured order: no
+    budget below this is feasible."""
+    nf, num_kernels = problem.num_forward, problem.num_kernels
+    required = required_kernels(problem)
+    first, last = problem.producer, last_readers(problem, [*np.flatnonzero(required).tolist(), *range(nf, num_kernels)])
+    in_forward = (first >= 0) & (first < nf)
+    again = problem.recomputable[np.maximum(first, 0)]
+    last = np.where(in_forward & again, last_readers(problem, np.flatnonzero(required).tolist()), last)
+    last = np.where(problem.keep_to_end, num_kernels - 1, np.maximum(last, first))
+    sure = (first >= nf) | (in_forward & required[np.minimum(np.maximum(first, 0), max(nf - 1, 0))])
+    change = np.zeros(num_kernels + 1, dtype=np.int64)
+    np.add.at(change, first[sure], problem.nbytes[sure])
+    np.add.at(change, last[sure] + 1, -problem.nbytes[sure])
+    standing = np.cumsum(change)[:num_kernels] + problem.workspace_bytes
+    for k in range(nf, num_kernels):
+        read = problem.reads(k)
+        standing[k] += problem.nbytes[read[~sure[read] | (last[read] < k)]].sum()
+    runs = np.concatenate([required, np.ones(num_kernels - nf, dtype=np.bool_)])
+    return problem.base_bytes + int(standing[runs].max(initial=0))
 
 
 class LowerBound:
-    """A growing set of moments: the linear relaxation first, then the MILP, each proven for the captured backward order.
+    """A growing set of moments: the linear relaxation first, then the MILP; proven for the captured backward order.
 
     `seconds`: the best bound so far. `states`: schedules that the MILP proposed on the way (exact at its moments only).
     """
@@ -44,23 +59,40 @@ class LowerBound:
     def grow(self, deadline_s: float, max_moments: int = 8, best_s: float = np.inf) -> None:
         """Step until a schedule of the MILP fits, `best_s` is proven, or time is up."""
         while len(self.moments) <= max_moments and time.monotonic() < deadline_s and not self.closes(best_s):
-            if not self.step(deadline_s):
+            if not self.step(deadline_s, best_s):
                 return
 
-    def step(self, deadline_s: float) -> bool:
-        """Solve with one more moment, the worst overflow of the last schedule. False when there is nothing more to add."""
+    def step(self, deadline_s: float, best_s: float = np.inf) -> bool:
+        """Solve with one more moment, the worst overflow of the last schedule, looking for plans under `best_s`. False
+        when nothing more can be added."""
         if self.exhausted or not self._add_worst(self.states[-1] if self.states else self.kernel.all_saved()):
             self.exhausted = True
             return False
+        found = len(self.states)
+        if len(self.moments) == 1 or self.is_large:
+            self._solve(deadline_s, best_s, integral=False)
+        if not self.is_large:
+            self._solve(deadline_s, best_s, integral=True)
+        return len(self.states) > found
+
+    def finish(self, deadline_s: float, best_s: float = np.inf) -> None:
+        """The MILP at the moments found so far, for problems whose steps only solve relaxations."""
+        if self.is_large and self.moments and not self.closes(best_s):
+            self._solve(deadline_s, best_s, integral=True)
+
+    def _solve(self, deadline_s: float, best_s: float, integral: bool) -> None:
         left_s = deadline_s - time.monotonic()
-        if len(self.moments) == 1:
-            self.seconds = max(self.seconds, self.model.solve(self.moments, left_s, integral=False).bound_s)
-        answer = self.model.solve(self.moments, deadline_s - time.monotonic(), tie=self.tie)
+        if left_s <= 0 or self.closes(best_s):
+            return
+        answer = self.model.solve(self.moments, left_s, integral, self.tie, best_s)
         self.seconds = max(self.seconds, answer.bound_s)
-        if answer.state is None:
-            return False
-        self.states.append(answer.state)
-        return answer.proven
+        if answer.state is not None:
+            self.states.append(answer.state)
+
+    @property
+    def is_large(self) -> bool:
+        """So many booleans that the MILP would take all the time there is."""
+        return len(self.model.values) * (len(self.moments) + 1) > _LARGE
 
     def _add_worst(self, state: State) -> bool:
         self.kernel.load(state)

@@ -18,8 +18,8 @@ SHARES = (0.0, 0.1, 0.2, 0.05, 0.3, 0.5, -0.03)
 def evicted_states(
     kernel: Kernel, budget_bytes: int, peak_bytes: int, shares: tuple[float, ...] = SHARES
 ) -> Iterator[State]:
-    """Eviction under budget + share x (all-saved peak - budget): a looser room leaves the last decisions to repair, which
-    sees exact costs."""
+    """Eviction under budget + share x (all-saved peak - budget): a looser room leaves the last decisions to repair,
+    which sees exact costs."""
     for share in shares:
         room = int(budget_bytes + share * (peak_bytes - budget_bytes))
         for alpha, beta in EXPONENTS:
@@ -28,7 +28,7 @@ def evicted_states(
 
 
 class NoisyEviction:
-    """Hill climbing over the factors that eviction multiplies its scores with: a few change at a time, kept if not worse."""
+    """Hill climbing over the factors on eviction's scores: a few change at a time, kept if not worse."""
 
     def __init__(self, kernel: Kernel, budget_bytes: int, peak_bytes: int, seed: int) -> None:
         self.kernel, self.budget_bytes, self.peak_bytes = kernel, budget_bytes, peak_bytes

@@ -16,7 +16,7 @@ _SOLVE_S = 60.0
 
 @register("exact")
 def exact(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Schedules of the MILP, repaired and polished, the best kept; `notes["optimal"]` says whether its bound was reached.
+    """Schedules of the MILP, repaired and polished, the best kept; `notes["optimal"]`: its bound was reached.
 
     Raises BudgetInfeasible with the smallest peak found.
     """
@@ -30,9 +30,14 @@ def exact(problem: Problem, budget_bytes: int, options: Options) -> Solution:
     bound = LowerBound(problem, kernel.cand, budget_bytes, tie=True)
     if budget_bytes >= least_bytes(problem):
         while not bound.exhausted and not bound.closes(pool.best_s) and time.monotonic() < deadline_s:
-            if not bound.step(deadline_s):
+            found = len(bound.states)
+            if not bound.step(deadline_s, pool.best_s):
                 break
-            pool.improve(bound.states[-1])
+            for state in bound.states[found:]:
+                pool.improve(state)
+        bound.finish(deadline_s, pool.best_s)
+        for state in bound.states:
+            pool.improve(state)
     if pool.best is None:
         family = CutFamily(problem, kernel.cand)
         least, state = smallest(kernel, family, score.peak_bytes, time.monotonic() + limit_s, options.seed)

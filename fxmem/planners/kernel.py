@@ -1,8 +1,8 @@
 """The compiled planner kernel behind a typed Python face: states, exact evaluation, eviction, repair, polish, search.
 
 A `State` decides for the storages that forward creates: is it kept across the start of backward, and after which
-backward kernels is it forgotten again. Evaluation emits backward with just-in-time recompute and finds the bytes at every
-step by one reverse liveness pass; it agrees with the simulator exactly.
+backward kernels is it forgotten again. Evaluation emits backward with just-in-time recompute and finds the bytes at
+every step by one reverse liveness pass; it agrees with the simulator exactly.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class State:
 
 @dataclass(frozen=True)
 class Score:
-    """`extra_s` seconds over running everything once; `peak_bytes` with everything resident; `over_bytes`: bytes above the
-    budget summed over segments (a forward kernel, or a backward kernel with its recomputation); `worst`: step of the peak."""
+    """`extra_s` seconds over running everything once; `peak_bytes` with everything resident; `over_bytes`: bytes above
+    the budget summed over segments (a forward kernel, or a backward kernel with its recomputation); `worst`: step of
+    the peak, backward step t as t, forward kernel k as -1 - k."""
 
     extra_s: float
     peak_bytes: int
@@ -50,8 +51,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Steps:
-    """The last evaluation, step by step. Backward: `kernels`, the backward kernel each belongs to (`segments`), bytes above
-    base. Forward: bytes per kernel (0 if skipped), which run, and which storages cross the boundary (`carried`)."""
+    """The last evaluation, step by step. Backward: `kernels`, the backward kernel each belongs to (`segments`), bytes
+    above base. Forward: bytes per kernel (0 if skipped), which run, and which storages cross the boundary (`carried`).
+    """
 
     kernels: npt.NDArray[np.int32]
     segments: npt.NDArray[np.int32]
@@ -119,6 +121,7 @@ def _library() -> ctypes.CDLL:
         "fx_num_steps": (integer, [pointer]),
         "fx_steps": (integer, [pointer] * 7),
         "fx_seed": (None, [pointer, ctypes.c_uint64]),
+        "fx_classes": (None, [pointer, pointer]),
         "fx_work": (wide, [pointer]),
         "fx_evict": (integer, [pointer, wide, real, real, pointer]),
         "fx_repair": (integer, [pointer, wide, integer, integer, real, real, out]),
@@ -133,8 +136,8 @@ def _library() -> ctypes.CDLL:
 
 
 def candidates(problem: Problem) -> npt.NDArray[np.uint8]:
-    """Storages a planner decides about: made by a recomputable forward kernel, not returned, not written in place, and not
-    so small that together they are a thousandth of what could be saved."""
+    """Storages a planner decides about: made by a recomputable forward kernel, not returned, not written in place, and
+    not so small that together they are a thousandth of what could be saved."""
     made = problem.producer
     good = (made >= 0) & (made < problem.num_forward) & ~problem.keep_to_end
     good &= problem.recomputable[np.maximum(made, 0)] & ~_mutated(problem)
@@ -188,6 +191,10 @@ class Kernel:
     def seed(self, value: int) -> None:
         """Seed the kernel's random numbers."""
         self.lib.fx_seed(self.ctx, value)
+
+    def share(self, classes: npt.NDArray[np.int32]) -> None:
+        """Storages of one class (by id) play the same part in identical blocks: what is learnt of one holds for all."""
+        self.lib.fx_classes(self.ctx, np.ascontiguousarray(classes, dtype=np.int32).ctypes.data)
 
     @property
     def work(self) -> int:
@@ -248,15 +255,16 @@ class Kernel:
     def repair(
         self, budget_bytes: int, look: int = 8, rounds: int = 1 << 30, noise: float = 0.0, deadline_s: float = 0.0
     ) -> Score:
-        """Toggle the cheapest decisions per byte of overflow until the peak fits, if it can. Deadlines: `time.monotonic()`."""
+        """Toggle the cheapest decisions per byte of overflow until the peak fits, if it can. `look`: candidates examined
+        beyond the best so far. Deadlines are `time.monotonic()` values."""
         out = _Eval()
         self.lib.fx_repair(self.ctx, budget_bytes - self.base, look, rounds, noise, deadline_s, ctypes.byref(out))
         return self._score(out)
 
-    def polish(self, budget_bytes: int, passes: int = 3, deadline_s: float = 0.0) -> Score:
+    def polish(self, budget_bytes: int, looks: int = 1 << 30, deadline_s: float = 0.0) -> Score:
         """Undo decisions that are no longer worth their time, the peak staying under the budget."""
         out = _Eval()
-        self.lib.fx_polish(self.ctx, budget_bytes - self.base, passes, deadline_s, ctypes.byref(out))
+        self.lib.fx_polish(self.ctx, budget_bytes - self.base, looks, deadline_s, ctypes.byref(out))
         return self._score(out)
 
     def perturb(
@@ -269,8 +277,8 @@ class Kernel:
         return self._score(out)
 
     def anneal(self, budget_bytes: int, seconds: float, rounds: int, hot: float, cold: float, weight: float) -> Score:
-        """Metropolis over single decisions, temperatures as shares of the step's seconds, `weight` in seconds per byte of
-        overflow; ends in the best state seen (the smallest peak while nothing fits)."""
+        """Metropolis over single decisions, temperatures as shares of the step's seconds, `weight` in seconds per byte
+        of overflow; ends in the best state seen (the smallest peak while nothing fits)."""
         out = _Eval()
         end = time.monotonic() + seconds
         self.lib.fx_anneal(self.ctx, budget_bytes - self.base, rounds, hot, cold, weight, end, ctypes.byref(out))

@@ -1,9 +1,9 @@
 """A family of minimum cuts: which storages to keep when bytes have a price at every backward step.
 
-The cut of Pfister-style recompute graphs: source -> storage (infinite) if backward reads it; kernel -> each operand (infinite);
-kernel -> sink at its seconds (infinite if it may not run twice); storage -> producer at the price of keeping it instead of
-recomputing it: bytes x (prices summed from the start of backward to its last use, minus those between first and last use).
-A storage on the source side is needed in backward; cutting storage -> producer keeps it.
+Source -> storage (infinite) if backward reads it; kernel -> each operand (infinite); kernel -> sink at its seconds
+(infinite if it may not run twice); storage -> producer at the price of keeping it instead of recomputing it: bytes x
+(prices summed from the start of backward to its last use, minus those between first and last use). A storage on the
+source side is needed in backward; cutting storage -> producer keeps it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from fxmem.planners.kernel import Kernel, Score, State
@@ -25,8 +25,8 @@ _SCALE = 2**28  # SciPy's flows are 32-bit: the finite capacities add up to this
 
 @dataclass(frozen=True)
 class Uses:
-    """Per storage: backward positions (0 = first backward kernel) of its first and last use if it were kept; -1 for none.
-    `direct`: backward itself reads it."""
+    """Per storage: backward positions (0 = first backward kernel) of its first and last use if it were kept; -1 for
+    none. `direct`: backward itself reads it."""
 
     first: IntArray
     last: IntArray
@@ -34,7 +34,7 @@ class Uses:
 
 
 def uses(problem: Problem) -> Uses:
-    """First and last potential backward use of every forward storage, through the consumers that recompute would run."""
+    """First and last potential backward use of every forward storage, through the consumers that recompute may run."""
     nf = problem.num_forward
     first = np.full(problem.num_storages, -1, dtype=np.int64)
     last = np.full(problem.num_storages, -1, dtype=np.int64)
@@ -100,9 +100,8 @@ class CutFamily:
         finite = np.concatenate([run_again, np.round(keep / unit)]).astype(np.int64)
         capacity = np.concatenate([np.full(self.num_infinite, infinite), np.minimum(finite, infinite)]).astype(np.int32)
         size = self.sink + 1
-        network = csr_matrix((capacity, (self.rows, self.cols)), shape=(size, size))
-        flow = maximum_flow(network, self.source, self.sink).flow
-        residual = network - flow
+        network = csr_array((capacity, (self.rows, self.cols)), shape=(size, size))
+        residual = csr_array(network - maximum_flow(network, self.source, self.sink).flow)
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
         reached = np.zeros(size, dtype=np.bool_)
@@ -117,8 +116,8 @@ class CutFamily:
 def cut_states(
     kernel: Kernel, family: CutFamily, budget_bytes: int, directions: int = 6, steps: int = 10
 ) -> Iterator[tuple[Score, State]]:
-    """Cuts whose prices start at the worst step of the all-saved schedule and move towards the worst overflow; the scale of
-    each direction is bisected between cuts that fit and cuts that do not."""
+    """Cuts whose prices start at the worst step of the all-saved schedule and move towards the worst overflow; the scale
+    of each direction is bisected between cuts that fit and cuts that do not."""
     problem = kernel.problem
     kernel.load(kernel.all_saved())
     score = kernel.evaluate(budget_bytes)

@@ -1,7 +1,8 @@
 """The moment MILP: backward cut at a few kernels ("moments"), memory constrained only there.
 
-Segment k ends with moment k, the last one with backward. Booleans: keep[k, v], storage v is alive when segment k starts;
-run[k, o], forward kernel o is recomputed in segment k; first[o], kernel o, which only backward needs, runs in forward too.
+Segment k ends with moment k, the last one with backward. Booleans: keep[k, v], storage v is alive when segment k
+starts; run[k, o], forward kernel o is recomputed in segment k; first[o], kernel o, which only backward needs, runs in
+forward too.
 
     keep[k+1, v] <= keep[k, v] + run[k, producer v]              a value comes from somewhere
     keep[k, v] + run[k, producer v] >= 1                         if backward reads v in segment k
@@ -9,14 +10,14 @@ run[k, o], forward kernel o is recomputed in segment k; first[o], kernel o, whic
     sum bytes(v) keep[k+1, v] <= room - fixed[k]                 at each moment, v not read there
     min sum seconds(o) run[k, o] - sum seconds(o) (1 - first[o])
 
-Every schedule in the captured backward order that recomputes forward kernels in backward satisfies these, so the optimum (and its
-linear relaxation) bounds the extra seconds from below; the more moments, the tighter. Storages too small to be decided
-about are taken to be always there at no bytes.
+Every schedule in the captured backward order that recomputes forward kernels in backward satisfies these, so the
+optimum (and its linear relaxation) bounds the extra seconds from below; the more moments, the tighter. Storages too
+small to be decided about are taken to be always there at no bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,8 @@ _TIE_S_PER_BYTE = 1e-11  # relative to the step's seconds: of equal plans prefer
 
 @dataclass(frozen=True)
 class Answer:
-    """`bound_s`: no schedule adds less (inf: none exists); `state`: the schedule of the best integral solution, if any.
-    `proven`: the solver closed its gap."""
+    """`bound_s`: no schedule adds less (inf: none exists); `state`: the schedule of the best solution, if any (rounded
+    when it is fractional). `proven`: the solver closed its gap."""
 
     bound_s: float
     state: State | None
@@ -64,7 +65,7 @@ class _Rows:
 
 
 class MomentModel:
-    """The MILP of one problem and budget; moments are kernel indices (forward ones constrain what crosses the boundary)."""
+    """The MILP of one problem and budget; moments are kernels (forward ones constrain what crosses the boundary)."""
 
     def __init__(self, problem: Problem, cand: npt.NDArray[np.uint8], budget_bytes: int) -> None:
         self.problem = problem
@@ -75,11 +76,12 @@ class MomentModel:
         self.always = ~forward | problem.keep_to_end
         self.always |= forward & problem.recomputable[np.maximum(made, 0)] & ~cand.astype(np.bool_)
         self.cand = cand
-        self.required = _required(problem)
+        self.required = required_kernels(problem)
         self.values, self.kernels = self._relevant()
         self.value_at = {v: i for i, v in enumerate(self.values)}
         self.kernel_at = {o: i for i, o in enumerate(self.kernels)}
-        self.readers = _last_reader(problem)
+        self.last_reader = last_readers(problem, range(problem.num_kernels))
+        self.last_forward = last_readers(problem, np.flatnonzero(self.required).tolist())
 
     def _relevant(self) -> tuple[list[int], list[int]]:
         """Storages backward may need and kernels it may run again."""
@@ -103,39 +105,48 @@ class MomentModel:
         touched = {int(s) for s in (*p.reads(moment), *p.writes(moment))}
         before = (p.producer >= 0) & (p.producer < moment)
         if moment >= p.num_forward:
-            before &= p.keep_to_end | ((p.producer >= p.num_forward) & (self.readers > moment))
+            before &= p.keep_to_end | ((p.producer >= p.num_forward) & (self.last_reader > moment))
         else:
-            before &= p.keep_to_end | (_last_required_reader(p, self.required) > moment)
+            before &= p.keep_to_end | (self.last_forward > moment)
         before[list(touched)] = True
         return int(p.nbytes[before].sum() + p.workspace_bytes[moment]), touched
 
-    def solve(self, moments: Sequence[int], time_limit_s: float, integral: bool = True, tie: bool = False) -> Answer:
-        """Optimise with memory constrained at `moments` only."""
+    def solve(
+        self,
+        moments: Sequence[int],
+        time_limit_s: float,
+        integral: bool = True,
+        tie: bool = False,
+        cutoff_s: float = np.inf,
+    ) -> Answer:
+        """Optimise with memory constrained at `moments` only, looking only for plans that add less than `cutoff_s`."""
         backward = sorted({m for m in moments if m >= self.problem.num_forward})
         build = _Build(self, backward, [m for m in moments if m < self.problem.num_forward])
         if not build.feasible:
             return Answer(np.inf, None, True)
-        cost = build.cost.copy()
+        if np.isfinite(cutoff_s):
+            build.add_cutoff(cutoff_s)
+        cost, rows = build.cost.copy(), build.rows
         if tie:
             cost[: build.num_keep] += _TIE_S_PER_BYTE * self.problem.baseline_s * build.keep_bytes
-        matrix = coo_matrix(
-            (build.rows.data, (build.rows.rows, build.rows.cols)), shape=(len(build.rows.low), len(cost))
-        )
+        entries = (np.array(rows.data), (np.array(rows.rows), np.array(rows.cols)))
         result: Any = milp(
             cost,
             integrality=np.full(len(cost), int(integral)),
             bounds=Bounds(np.zeros(len(cost)), build.upper),
-            constraints=LinearConstraint(matrix.tocsc(), np.array(build.rows.low), np.inf),
+            constraints=LinearConstraint(
+                coo_matrix(entries, shape=(len(rows.low), len(cost))).tocsc(), np.array(rows.low), np.inf
+            ),
             options={"time_limit": max(0.05, time_limit_s), "mip_rel_gap": 1e-6},
         )
         if result.status == 2:
-            return Answer(np.inf, None, True)
+            return Answer(cutoff_s, None, True)
         dual = result.mip_dual_bound if integral else result.fun
         bound = -np.inf if dual is None or not np.isfinite(dual) else float(dual) + build.offset
-        state = build.state(result.x) if integral and result.x is not None else None
         if tie:  # what the tie-break can have added at most
             bound -= _TIE_S_PER_BYTE * self.problem.baseline_s * float(build.keep_bytes.sum())
-        return Answer(bound, state, result.status == 0)
+        state = build.state(result.x) if result.x is not None else None
+        return Answer(min(bound, cutoff_s), state, result.status == 0)
 
 
 class _Build:
@@ -175,6 +186,12 @@ class _Build:
         if self.model.required[o]:
             return -1
         return self.num_keep + self.num_segments * self.num_kernels + self.model.kernel_at[o]
+
+    def add_cutoff(self, cutoff_s: float) -> None:
+        """Only plans that add at most `cutoff_s`, with a little slack for the solver's tolerances."""
+        unit = max(self.model.problem.baseline_s, 1e-30)
+        terms = [(int(i), -float(self.cost[i]) / unit) for i in np.flatnonzero(self.cost)]
+        self.rows.add(terms, (self.offset - cutoff_s) / unit - 1e-6)
 
     def _forward_rows(self) -> None:
         p = self.model.problem
@@ -222,7 +239,7 @@ class _Build:
     def _forward_memory(self, moment: int) -> None:
         p = self.model.problem
         if self.model.required[moment]:
-            standing = _last_required_reader(p, self.model.required) > moment
+            standing = self.model.last_forward > moment
             self._memory(moment, 0, [v for v in self.model.values if p.producer[v] < moment and not standing[v]])
 
     def state(self, x: npt.NDArray[np.float64]) -> State:
@@ -239,7 +256,7 @@ class _Build:
         return State(saved, tuple(drops))
 
 
-def _required(problem: Problem) -> npt.NDArray[np.bool_]:
+def required_kernels(problem: Problem) -> npt.NDArray[np.bool_]:
     """Forward kernels that run in forward whatever is decided: with effects, returned, or needed by such."""
     need = problem.keep_to_end.copy()
     required = np.zeros(problem.num_forward, dtype=np.bool_)
@@ -250,15 +267,9 @@ def _required(problem: Problem) -> npt.NDArray[np.bool_]:
     return required
 
 
-def _last_reader(problem: Problem) -> npt.NDArray[np.int64]:
+def last_readers(problem: Problem, kernels: Iterable[int]) -> npt.NDArray[np.int64]:
+    """The last of `kernels` (ascending) to read each storage; -1 for none."""
     last = np.full(problem.num_storages, -1, dtype=np.int64)
-    for k in range(problem.num_kernels):
+    for k in kernels:
         last[problem.reads(k)] = k
-    return last
-
-
-def _last_required_reader(problem: Problem, required: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    last = np.full(problem.num_storages, -1, dtype=np.int64)
-    for k in np.flatnonzero(required):
-        last[problem.reads(int(k))] = k
     return last

@@ -29,7 +29,7 @@ def none(problem: Problem, budget_bytes: int, options: Options) -> Solution:
 
 @register("full")
 def full(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Keep nothing that can be recomputed: the first backward kernel needs the whole forward again, so it rarely helps."""
+    """Keep nothing that can be recomputed: the first backward kernel needs all of forward again, so it rarely helps."""
     kernel = Kernel(problem)
     return _checked(kernel, State(np.zeros(problem.num_storages, dtype=np.uint8)), budget_bytes)
 
@@ -52,8 +52,8 @@ def narrow_cuts(problem: Problem) -> list[tuple[int, int]]:
 
 @register("sqrt")
 def sqrt(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Chen et al. 2016 (arXiv:1604.06174): cut forward into about sqrt(n) segments of equal time at its narrowest places,
-    keep what crosses the cuts, recompute each segment at once when backward reaches it."""
+    """Chen et al. 2016 (arXiv:1604.06174): cut forward into about sqrt(n) segments of equal time at its narrowest
+    places, keep what crosses the cuts, recompute each segment at once when backward reaches it."""
     kernel = Kernel(problem)
     cuts = [k for k, _ in narrow_cuts(problem)]
     wanted = max(1, math.isqrt(len(cuts)))
