@@ -11,6 +11,7 @@ from torch import nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, capture
+from fxmem.capture.errors import unwrapped_errors
 from fxmem.driver import plan_graph
 from fxmem.errors import CaptureError, OptionError
 from fxmem.ir.program import Program
@@ -37,7 +38,8 @@ class CompiledModule(nn.Module):
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["compiled"](*args, **kwargs)
+        with unwrapped_errors():
+            return self.__dict__["compiled"](*args, **kwargs)
 
     def train(self, mode: bool = True) -> CompiledModule:
         self.__dict__["model"].train(mode)
@@ -75,7 +77,8 @@ class CompiledFunction:
         self.step, self._compiled = compile_step(_with_loss(function, made), made)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
+        with unwrapped_errors():
+            return self._compiled(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:

@@ -64,7 +64,8 @@ class MemoryTrace:
     """Peak between `begin` and `end` over what stood at `begin`; traces may overlap in any way on one thread.
 
     `peak_delta_bytes`: None until the end, and for good if another profiler was active at `begin` (or a trace was
-    abandoned). `watched`: tensors whose death in between is to be noticed (CPU). `on_done(trace)` is called at the end.
+    abandoned). `watched`: tensors whose death in between is to be noticed (CPU). `on_done(trace)` is called at the end;
+    it must not raise (nobody could catch it).
     """
 
     def __init__(
@@ -141,9 +142,22 @@ class _BackwardHook:
     def __call__(self, grad: Tensor) -> None:
         if not self.is_queued:
             self.is_queued = True
-            compat.queue_after_backward(self._end)
+            compat.queue_after_backward(_EndWhenDropped(self.trace))
 
-    def _end(self) -> None:
+
+class _EndWhenDropped:
+    """Ends a trace when autograd drops it, which is when backward has returned to the thread's own state.
+
+    Within the callback the profiler can't be stopped for good: autograd puts the thread's state back afterwards.
+    """
+
+    def __init__(self, trace: MemoryTrace) -> None:
+        self.trace = trace
+
+    def __call__(self) -> None:
+        """Nothing to do yet."""
+
+    def __del__(self) -> None:
         self.trace.end()
 
 

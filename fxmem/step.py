@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, 
 from fxmem.schedule import StartBackward
 
 NUM_RETRIES = 3
+_LOGGER = logging.getLogger("fxmem")
 
 
 class Step:
@@ -43,6 +45,7 @@ class Step:
         self.measured_peak_bytes: int | None = None
         self._trace: MemoryTrace | None = None
         self._start_bytes = 0
+        self._failure: BudgetInfeasible | None = None
         self._parameters = parameters_of(function)
         self._gradient_bytes = 0
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
@@ -71,8 +74,13 @@ class Step:
         graph.compile()
         return graph
 
-    def check_gradients(self, args: Sequence[Any]) -> None:
-        """Plan again if more gradients exist than the plans count on (`args`: of a graph, parameters among them)."""
+    def check(self, args: Sequence[Any]) -> None:
+        """Before a graph runs with `args`: plan again if more gradients exist than the plans count on.
+
+        Raises BudgetInfeasible if an earlier step was measured over the budget and no retry is left.
+        """
+        if self._failure is not None:
+            raise self._failure
         existing_bytes = gradient_bytes([*self._parameters, *(x for x in args if isinstance(x, nn.Parameter))])
         if existing_bytes > self._gradient_bytes:
             self._gradient_bytes = existing_bytes
@@ -108,7 +116,7 @@ class Step:
         return self._trace if self._trace.begin() else None
 
     def _verify(self, trace: MemoryTrace) -> None:
-        """Compare the measured peak with the budget. Raises BudgetInfeasible after the last retry."""
+        """Compare the measured peak with the budget; after the last retry the next call fails."""
         if trace.peak_delta_bytes is None or self.budget_bytes is None:
             return
         self.measured_peak_bytes = peak_bytes = self._start_bytes + trace.peak_delta_bytes
@@ -118,7 +126,9 @@ class Step:
             return
         if self._num_retries == NUM_RETRIES or self.settings.plan is not None:
             at_peak = [(row.name, row.nbytes) for row in standing_at_peak(self.plan)[:8]]
-            raise BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
+            self._failure = BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
+            _LOGGER.error("%s", self._failure)
+            return
         self._num_retries += 1
         self.excess_bytes += over_bytes
         self.plan_again()
@@ -145,7 +155,7 @@ class Graph:
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            self.step.check_gradients(args)
+            self.step.check(args)
             if self.generation != self.step.generation:
                 self._compile_again()
             if self.plan is not None and self.plan.program.is_symbolic:
