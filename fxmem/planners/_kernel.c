@@ -43,11 +43,15 @@ static void build_readers(Ctx *c) {
     free(fill);
 }
 
+/* Forget which recomputed values are not used again. */
+void fx_unsettle(Ctx *c) { memset(c->aptr, 0, sizeof(int) * ((size_t)c->N + 2)); }
+
 void fx_clear(Ctx *c) {
     for (int b = 0; b <= c->N; b++) c->head[b] = -1;
     for (int i = 0; i < c->cap_drops; i++) c->next[i] = i + 1 < c->cap_drops ? i + 1 : -1;
     c->free_drop = 0;
     c->drops = 0;
+    fx_unsettle(c);
     memset(c->saved, KEEP, (size_t)c->S);
 }
 
@@ -73,7 +77,8 @@ Ctx *fx_new(int N, int nf, int S, const int *rp, const int *ri, const int *wp, c
     c->E = malloc(sizeof(int) * (size_t)c->cap_steps); c->seg = malloc(sizeof(int) * (size_t)c->cap_steps);
     c->mem = malloc(sizeof(int64_t) * (size_t)c->cap_steps); c->fwmem = malloc(sizeof(int64_t) * (n + 1));
     c->head = malloc(sizeof(int) * (n + 1));
-    c->cap_drops = 4 * S + 64;
+    c->cap_drops = 4 * (S + N) + 64;
+    c->aptr = malloc(sizeof(int) * (n + 2)); c->aval = malloc(sizeof(int) * ((size_t)c->cap_steps + s));
     c->next = malloc(sizeof(int) * (size_t)c->cap_drops); c->val = malloc(sizeof(int) * (size_t)c->cap_drops);
     c->cls = malloc(sizeof(int) * (s + 1));
     for (int i = 0; i < S; i++) c->cls[i] = i;
@@ -82,7 +87,7 @@ Ctx *fx_new(int N, int nf, int S, const int *rp, const int *ri, const int *wp, c
 }
 
 void fx_free(Ctx *c) {
-    void *p[] = {c->rp, c->ri, c->wp, c->wi, c->cp, c->ci, c->sec, c->ws, c->nb, c->rec, c->keep, c->cand, c->cls,
+    void *p[] = {c->rp, c->ri, c->wp, c->wi, c->cp, c->ci, c->sec, c->ws, c->nb, c->rec, c->keep, c->cand, c->cls, c->aptr, c->aval,
                  c->prod, c->saved, c->head, c->next, c->val, c->E, c->seg, c->mem, c->fwmem, c->run, c->need,
                  c->used, c->avail, c->mark, c->stk, c->stp, c->last, c->stamp};
     for (size_t i = 0; i < sizeof p / sizeof *p; i++) free(p[i]);
@@ -164,6 +169,8 @@ static int emit(Ctx *c) {
     for (int b = c->nf; b < c->N; b++) {
         if (!emit_missing(c, b, b)) return 0;
         for (int i = c->head[b]; i >= 0; i = c->next[i]) c->avail[c->val[i]] = 0;
+        for (int i = c->aptr[b]; i < c->aptr[b + 1]; i++)
+            if (c->saved[c->aval[i]] == DROP) c->avail[c->aval[i]] = 0;
     }
     return 1;
 }

@@ -31,6 +31,7 @@ typedef struct {
     /* state */
     uint8_t *saved;
     int *head, *next, *val, drops, cap_drops, free_drop;
+    int *aptr, *aval;               /* per segment: recomputed values that the settled state does not use again */
     /* result of the last evaluation */
     int *E, *seg, num_steps, cap_steps;
     int64_t *mem, *fwmem, keep_bytes;
@@ -43,6 +44,7 @@ typedef struct {
 } Ctx;
 
 void fx_clear(Ctx *c);
+void fx_unsettle(Ctx *c);
 Eval fx_eval(Ctx *c, int64_t room);
 void fx_apply(Ctx *c, Toggle t);
 Toggle fx_inverse(Toggle t);

@@ -129,21 +129,44 @@ static Guess new_guess(Ctx *c) {
 
 static void free_guess(Guess *g) { free(g->ratio); free(g->seen); }
 
-/* Forget the keeps that the last evaluation found unused: an unused one would silently become the operand that the next
- * decision holds on to. The emission stays the same. */
-static void prune(Ctx *c) {
-    for (int s = 0; s < c->S; s++) if (c->cand[s] && c->saved[s] == KEEP && !c->used[s]) c->saved[s] = DROP;
+/* The values recomputed in backward whose life ends in segment b, for every b. They count as forgotten there. */
+static void list_dead(Ctx *c) {
+    int n = 0, *seg = malloc(sizeof(int) * (size_t)(c->num_steps + c->S + 1)), *val = malloc(sizeof(int) * (size_t)(c->num_steps + c->S + 1));
+    memset(c->avail, 0, (size_t)c->S);
+    for (int t = 0; t < c->num_steps; t++) {
+        int k = c->E[t];
+        for (int i = c->wp[k]; k < c->nf && i < c->wp[k + 1]; i++) {
+            int w = c->wi[i];
+            if (c->avail[w]) { seg[n] = c->last[w]; val[n++] = w; }
+            c->avail[w] = c->cand[w];
+            c->last[w] = c->seg[t];
+        }
+        for (int i = c->rp[k]; i < c->rp[k + 1]; i++) c->last[c->ri[i]] = c->seg[t];
+    }
+    for (int s = 0; s < c->S; s++) if (c->avail[s]) { seg[n] = c->last[s]; val[n++] = s; }
+    memset(c->aptr, 0, sizeof(int) * ((size_t)c->N + 2));
+    for (int i = 0; i < n; i++) c->aptr[seg[i] + 1]++;
+    for (int b = 0; b <= c->N; b++) c->aptr[b + 1] += c->aptr[b];
+    for (int i = n; i-- > 0;) c->aval[--c->aptr[seg[i] + 1]] = val[i];
+    for (int b = 0; b <= c->N; b++) c->aptr[b] = c->aptr[b + 1];
+    c->aptr[c->N + 1] = c->aptr[c->N] = n;
+    free(seg); free(val);
 }
 
-/* prune, and take back drops of what is not touched again. */
-static void tidy(Ctx *c) {
-    prune(c);
+/* Make what the last evaluation did explicit, without changing it. Keeps that it found unused are dropped, and values
+ * recomputed but not used again count as forgotten: else the next decision would silently hold on to them. */
+static void settle(Ctx *c) {
+    for (int s = 0; s < c->S; s++) if (c->cand[s] && c->saved[s] == KEEP && !c->used[s]) c->saved[s] = DROP;
     touches_before(c, c->num_steps);
-    for (int b = c->nf; b < c->N; b++)
+    for (int b = c->nf; b < c->N; b++) {
         for (int i = c->head[b], after; i >= 0; i = after) {
             after = c->next[i];
             if (c->last[c->val[i]] <= b) fx_apply(c, (Toggle){T_REMOVE, c->val[i], b});
         }
+        for (int i = c->aptr[b]; i < c->aptr[b + 1]; i++)
+            if (c->saved[c->aval[i]] == DROP && c->last[c->aval[i]] > b) fx_apply(c, (Toggle){T_ADD, c->aval[i], b});
+    }
+    list_dead(c);
 }
 
 static void apply_range(Ctx *c, const Moves *m, const int *at, int from, int to, int undo) {
@@ -179,7 +202,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
     Guess g = new_guess(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
-    tidy(c);
+    settle(c);
     while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !(deadline > 0 && fx_now() > deadline)) {
         collect(c, e.worst, &m);
         int i = best_move(c, &m, &g, e, room, look, noise);
@@ -187,7 +210,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
         fx_apply(c, m.at[i].t);
         e = fx_eval(c, room);
         e = repeat_in_class(c, &m, i, e, room);
-        prune(c);
+        settle(c);
     }
     free_guess(&g); free(m.at);
     *out = e;
@@ -213,7 +236,7 @@ static int accepts(Ctx *c, Eval *e, int64_t room, int removes) {
     int better = f.extra < e->extra - 1e-12 * c->total;
     if (f.peak > room || !(better || (removes && f.extra <= e->extra))) return 0;
     *e = f;
-    prune(c);
+    settle(c);
     return 1 + better;
 }
 
@@ -246,7 +269,7 @@ static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, doub
 void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
-    tidy(c);
+    settle(c);
     for (int gain = 1, left = 3; gain && left > 0 && looks > 0 && e.peak <= room; left--) {
         decisions(c, &m);
         qsort(m.at, (size_t)m.n, sizeof(Move), by_price);
@@ -281,6 +304,7 @@ static void snap_put(Ctx *c, const Snapshot *s) {
     memcpy(c->next, s->next, sizeof(int) * (size_t)c->cap_drops);
     memcpy(c->val, s->val, sizeof(int) * (size_t)c->cap_drops);
     c->drops = s->drops; c->free_drop = s->free_drop;
+    fx_unsettle(c);
 }
 
 static void snap_free(Snapshot *s) { free(s->saved); free(s->head); free(s->next); free(s->val); }
@@ -354,7 +378,7 @@ int fx_anneal(Ctx *c, int64_t room, int rounds, double t0, double t1, double wei
             continue;
         }
         e = f;
-        prune(c);
+        settle(c);
         int fits = e.peak <= room, top_fits = top.peak <= room;
         if ((fits && !top_fits) || (fits && e.extra < top.extra - 1e-12 * c->total) || (!top_fits && e.peak < top.peak)) {
             top = e;
