@@ -71,18 +71,21 @@ class Transfer:
 
 @dataclass(eq=False)
 class StepState:
-    """What the engine keeps for a step."""
+    """What the engine keeps for a step. `arena`: None once it is over or has failed."""
 
     number: int
-    arena: Arena
+    arena: Arena | None
     transfers: dict[int, Transfer] = field(default_factory=dict)
     spills: dict[int, Arena] = field(default_factory=dict)  # slots that outgrew the arena (symbolic shapes)
     error: str = ""  # why the step failed; a message, for an exception would keep the step's handles alive
 
     def place(self, slot: int) -> tuple[Arena, int]:
         """Arena that holds `slot`, and the slot's number in it."""
-        spill = self.spills.get(slot)
-        return (self.arena, slot) if spill is None else (spill, 0)
+        if slot in self.spills:
+            return self.spills[slot], 0
+        if self.arena is None:
+            raise OffloadError("offload: the step is over")
+        return self.arena, slot
 
 
 class Engine(ABC):
@@ -168,15 +171,16 @@ class Engine(ABC):
     def collect(self) -> None:
         """Take back the arenas of steps whose handles have all died."""
         while self._retired:
-            state = self._steps.pop(self._retired.popleft())
-            self._abandon(state)
-            if not self._is_closed:
-                self._idle.append(state.arena)
-            else:
-                state.arena.close()
+            self._abandon(self._steps.pop(self._retired.popleft()))
 
     def _abandon(self, state: StepState) -> None:
+        """End a step: what it holds on the device and the tiers is free from here on."""
         self._quiesce(state)
+        arena, state.arena = state.arena, None
+        if arena is not None and not self._is_closed:
+            self._idle.append(arena)
+        elif arena is not None:
+            arena.close()
         state.transfers.clear()
         for spill in state.spills.values():
             spill.close()
@@ -196,15 +200,16 @@ class Engine(ABC):
         state.spills[slot] = self._open_arena(alone)
 
     def _mark_overwritten(self, state: StepState, slot: int) -> None:
-        if slot in state.spills:
+        if slot in state.spills or state.arena is None:
             return
         slots = state.arena.layout.slots
         mine = slots[slot]
         for other in state.transfers.values():
             theirs = slots[other.slot]
             if other.slot != slot and other.slot not in state.spills and theirs.tier == mine.tier:
-                apart = mine.offset + mine.nbytes <= theirs.offset or theirs.offset + theirs.nbytes <= mine.offset
-                other.is_stale = other.is_stale or not apart
+                start = max(mine.offset, theirs.offset)
+                end = min(mine.offset + mine.nbytes, theirs.offset + theirs.nbytes)
+                other.is_stale = other.is_stale or start < end
 
     # the four operations
 
@@ -251,9 +256,8 @@ class Engine(ABC):
 
     def levels(self) -> Levels:
         self.collect()
-        arenas = [*self._idle]
-        for state in self._steps.values():
-            arenas += [state.arena, *state.spills.values()]
+        held = [[state.arena, *state.spills.values()] for state in self._steps.values()]
+        arenas = [arena for group in (self._idle, *held) for arena in group if arena is not None]
         pending = [t for state in self._steps.values() for t in state.transfers.values()]
         return Levels(
             host_bytes=sum(arena.host.nbytes for arena in arenas),
@@ -271,7 +275,6 @@ class Engine(ABC):
         for state in self._steps.values():
             state.error = state.error or "offload: the engine of this graph was closed"
             self._abandon(state)
-            state.arena.close()
         for arena in self._idle:
             arena.close()
         self._idle.clear()
