@@ -5,6 +5,8 @@ A size is a dict monomial -> coefficient; what is no product of symbols (floor, 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -20,8 +22,11 @@ Terms: TypeAlias = Mapping[sympy.Expr, Any]
 
 def to_terms(size: int | sympy.Expr) -> Terms:
     """`size` expanded into monomial -> exact coefficient."""
-    if isinstance(size, int):
-        return {sympy.Integer(1): size}
+    return {sympy.Integer(1): size} if isinstance(size, int) else _expanded(size)
+
+
+@functools.lru_cache(4096)
+def _expanded(size: sympy.Expr) -> Terms:
     coefficients = sympy.expand(size).as_coefficients_dict()
     return {m: int(c) if c.is_Integer else Fraction(int(c.p), int(c.q)) for m, c in coefficients.items()}
 
@@ -87,7 +92,9 @@ def _lower_and_upper(monomial: sympy.Expr) -> Bounds:
     inner, rest = rounded[0].args[0], monomial / rounded[0]
     if not all(_is_power(f) for term in to_terms(inner) for f in sympy.Mul.make_args(term)):
         return opaque, opaque
-    slack = 1 - sympy.Rational(1, sympy.ilcm(*(sympy.Rational(c).q for c in map(_rational, to_terms(inner).values()))))
+    # `inner` is always a multiple of 1 / denominator
+    denominator = math.lcm(*(c.denominator for c in to_terms(inner).values()))
+    slack = sympy.Rational(denominator - 1, denominator)
     low, high = (inner - slack, inner) if isinstance(rounded[0], sympy.floor) else (inner, inner + slack)
     return _shifted(low * rest), _shifted(high * rest)
 

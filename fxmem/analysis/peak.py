@@ -12,7 +12,7 @@ from fxmem.analysis.envelope import Terms, add_terms, envelope, to_expr, to_term
 from fxmem.analysis.liveness import Holder, liveness
 from fxmem.errors import OptionError
 from fxmem.ir import sizes
-from fxmem.ir.program import Program
+from fxmem.ir.program import Op, Program
 from fxmem.schedule.actions import Action, Compute, Recompute
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def peak(program: Program, actions: Sequence[Action] | None = None) -> Peak:
 def peak_expr(program: Program, actions: Sequence[Action] | None = None) -> sympy.Expr:
     """Peak bytes of `actions` (default: everything saved) as a Max of few expressions in the size symbols.
 
-    Exact: for all positive integer values of the symbols it equals the simulator's peak with those sizes.
+    Exact: for all positive integer values of the symbols it equals the simulator's peak of `program.at(values)`.
     """
     live = liveness(program, actions)
     terms = [to_terms(s.nbytes) for s in program.storages]
@@ -72,12 +72,23 @@ def _steps(
         born.setdefault(first, []).append(storage)
         dead.setdefault(last + 1, []).append(storage)
     level = base
+    nbytes = program.nbytes()
     for step, action in enumerate(actions):
         level = add_terms(level, *(terms[s] for s in born.get(step, ())))
         level = add_terms(level, *({m: -c for m, c in terms[s].items()} for s in dead.get(step, ())))
-        again = isinstance(action, (Compute, Recompute))
-        workspace_bytes = program.ops[action.op].workspace_bytes if again else 0  # type: ignore[union-attr]
-        yield add_terms(level, {sympy.Integer(1): workspace_bytes})
+        if isinstance(action, (Compute, Recompute)):
+            yield add_terms(level, _workspace(program, program.ops[action.op], nbytes))
+        else:
+            yield level
+
+
+def _workspace(program: Program, op: Op, nbytes: list[int]) -> Terms:
+    """Workspace bytes of `op`, growing as `Program.at` has them grow."""
+    storage = program.scale_storage(op, nbytes) if op.workspace_bytes else None
+    if storage is None:
+        return to_terms(op.workspace_bytes)
+    size = op.workspace_bytes * program.storages[storage].nbytes / sympy.Integer(nbytes[storage])
+    return to_terms(sympy.ceiling(sympy.expand(size)))
 
 
 def evaluator(plan: Plan) -> Callable[[Mapping[str, int]], int]:
