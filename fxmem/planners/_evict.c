@@ -14,6 +14,7 @@ typedef struct {
     const double *factor;          /* multiplies the score of a storage */
     uint8_t *alive;
     int *lock, *next_use, *last_fw, *ptr, *touched;
+    double *chain;                 /* seconds to get a storage back; negative: to be found */
     double *start;                 /* seconds from the start of the step to kernel k, all saved */
     int now;                       /* kernel being run */
     int fits;
@@ -35,30 +36,59 @@ static int local_next_use(const Run *r, int s) {
     return best;
 }
 
-static void refresh_next_use(Run *r) {
-    const Ctx *c = r->c;
-    int top = r->now < c->nf ? r->now : c->nf - 1;
-    for (int k = top; k >= 0; k--)
-        for (int j = c->wp[k]; j < c->wp[k + 1]; j++) r->next_use[c->wi[j]] = local_next_use(r, c->wi[j]);
+static void operands_changed(Run *r, int k);
+
+/* Bring next_use[s] up to date; a dead s passes the change on to what it would be recomputed from. */
+static void update(Run *r, int s) {
+    int was = r->next_use[s];
     r->c->work++;
+    r->next_use[s] = local_next_use(r, s);
+    if (r->next_use[s] != was && !r->alive[s]) operands_changed(r, r->c->prod[s]);
+}
+
+static void operands_changed(Run *r, int k) {
+    for (int i = r->c->rp[k]; k < r->c->nf && i < r->c->rp[k + 1]; i++) update(r, r->c->ri[i]);
+}
+
+/* Storage s came or went: forget the chains that lead through it. */
+static void forget_chains(Run *r, int s, int stamp) {
+    Ctx *c = r->c;
+    for (int i = c->cp[s]; i < c->cp[s + 1] && c->ci[i] < c->nf && c->ci[i] <= r->now; i++)
+        for (int j = c->wp[c->ci[i]]; j < c->wp[c->ci[i] + 1]; j++) {
+            int o = c->wi[j];
+            if (c->stamp[c->N + o] == stamp) continue;
+            c->stamp[c->N + o] = stamp;
+            c->work++;
+            r->chain[o] = -1.0;
+            if (!r->alive[o]) forget_chains(r, o, stamp);
+        }
+}
+
+static void set_alive(Run *r, int s, int alive) {
+    r->alive[s] = (uint8_t)alive;
+    r->used += alive ? r->c->nb[s] : -r->c->nb[s];
+    forget_chains(r, s, ++r->c->clock);
+    operands_changed(r, r->c->prod[s]);
 }
 
 /* Seconds to get s back once evicted: its producer and every dead ancestor that would have to run. */
 static double chain(Run *r, int s) {
     Ctx *c = r->c;
     double t = 0.0;
+    if (r->chain[s] >= 0) return r->chain[s];
     int sp = 0, stamp = ++c->clock;
     c->stk[0] = c->prod[s];
     c->stamp[c->prod[s]] = stamp;
     while (sp >= 0) {
         int k = c->stk[sp--];
         t += c->sec[k];
+        c->work++;
         for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
             int u = c->ri[i], p = c->prod[u];
             if (!r->alive[u] && c->stamp[p] != stamp) { c->stamp[p] = stamp; c->stk[++sp] = p; }
         }
     }
-    return t;
+    return r->chain[s] = t;
 }
 
 static int is_evictable(const Run *r, int s) {
@@ -86,8 +116,7 @@ static int victim(Run *r) {
 static void evict(Run *r, int s) {
     Ctx *c = r->c;
     if (!r->alive[s]) return;
-    r->alive[s] = 0;
-    r->used -= c->nb[s];
+    set_alive(r, s, 0);
     if (!c->cand[s]) return;
     Toggle t = {T_ADD, s, r->touched[s]};
     if (t.b < 0) t.type = T_UNSAVE;
@@ -95,13 +124,10 @@ static void evict(Run *r, int s) {
 }
 
 static void make_room(Run *r, int64_t bytes) {
-    if (r->used + bytes <= r->room) return;
-    refresh_next_use(r);
     while (r->used + bytes > r->room) {
         int s = victim(r);
         if (s < 0) { r->fits = 0; return; }
         evict(r, s);
-        if (r->used + bytes > r->room) refresh_next_use(r);
     }
 }
 
@@ -114,8 +140,8 @@ static void run_kernel(Run *r, int k) {
     for (int i = c->wp[k]; i < c->wp[k + 1]; i++) {
         int w = c->wi[i];
         if (r->alive[w]) continue;
-        r->alive[w] = 1;
-        r->used += c->nb[w];
+        set_alive(r, w, 1);
+        r->next_use[w] = local_next_use(r, w);
         if (r->now >= c->nf) r->touched[w] = r->now;
     }
     c->work++;
@@ -126,13 +152,13 @@ static void unlock(Run *r, int k) {
     for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
         int s = c->ri[i];
         if (--r->lock[s] > 0 || c->keep[s] || r->last_fw[s] > r->now) continue;
-        r->next_use[s] = local_next_use(r, s);
+        update(r, s);
         if (r->next_use[s] == NEVER) evict(r, s);
     }
     for (int i = c->wp[k]; i < c->wp[k + 1]; i++) {
         int s = c->wi[i];
         if (r->lock[s] || c->keep[s] || r->last_fw[s] > r->now) continue;
-        r->next_use[s] = local_next_use(r, s);
+        update(r, s);
         if (r->next_use[s] == NEVER) evict(r, s);
     }
 }
@@ -162,6 +188,7 @@ static void start(Run *r) {
     for (int k = 0; k < c->N; k++) { r->start[k] = t; t += c->sec[k]; }
     for (int s = 0; s < c->S; s++) {
         r->next_use[s] = NEVER;
+        r->chain[s] = -1.0;
         r->touched[s] = -1;
         r->last_fw[s] = -1;
         int i = c->cp[s];
@@ -180,8 +207,8 @@ static void play(Run *r) {
         for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
             int s = c->ri[i];
             while (r->ptr[s] < c->cp[s + 1] && c->ci[r->ptr[s]] <= k) r->ptr[s]++;
+            update(r, s);
         }
-        if (k >= c->nf) refresh_next_use(r);
         unlock(r, k);
     }
 }
@@ -191,10 +218,10 @@ int fx_evict(Ctx *c, int64_t room, double alpha, double beta, const double *fact
     size_t n = (size_t)c->S + 1;
     int *ints = calloc(5 * n, sizeof(int));
     Run r = {c, room, 0, alpha, beta, factor, calloc(n, 1), ints, ints + n, ints + 2 * n, ints + 3 * n, ints + 4 * n,
-             malloc(sizeof(double) * ((size_t)c->N + 1)), 0, 1};
+             malloc(sizeof(double) * n), malloc(sizeof(double) * ((size_t)c->N + 1)), 0, 1};
     fx_clear(c);
     start(&r);
     play(&r);
-    free(ints); free(r.alive); free(r.start);
+    free(ints); free(r.alive); free(r.start); free(r.chain);
     return r.fits;
 }
