@@ -125,7 +125,7 @@ def _leaner(
 
 
 def _option(problem: Problem, chain: Chain, block: int, kept: frozenset[int], again: Sequence[int]) -> BlockOption:
-    """What saving only ``kept`` costs: the kernels ``again`` run in backward, the largest of their results beside it."""
+    """What saving only ``kept`` costs: ``again`` runs in backward, the largest of its results beside it."""
     largest = max((int(problem.nbytes[problem.writes(k)].sum()) for k in again), default=0)
     return BlockOption(
         chain.u[block],

@@ -1,21 +1,24 @@
 """Chain planners on real graphs: a program becomes a chain of blocks, a chain schedule becomes the program's actions.
 
-The chain is a model (skips and masks are pinned, transients approximated); the program simulator is the judge. Each planner
-searches its own knob (slots, or the chain's budget) for the most generous schedule whose simulated peak is within the
-budget, over a few ways of cutting the graph, and keeps the fastest.
+The chain is a model (skips and masks are pinned, transients approximated); the program simulator is the judge. Each
+planner searches its own knob (slots, or the chain's budget) for the most generous schedule whose simulated peak is
+within the budget, over a few ways of cutting the graph, and keeps the fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners.chain_blocks import Blocks, choose_cuts, split
 from fxmem.planners.chains.model import Chain
-from fxmem.planners.chains.plan import CHAIN_PLANNERS
+from fxmem.planners.chains.offload import greedy, offload_all, offload_dp
+from fxmem.planners.chains.plan import disk_revolve
+from fxmem.planners.chains.pofo import pofo
 from fxmem.planners.chains.revolve import mean, opt_table, revolve_tree
 from fxmem.planners.chains.rotor import RotorTable
 from fxmem.planners.chains.simulate import Action as ChainAction
@@ -153,7 +156,7 @@ class _Emitter:
 
 
 def program_actions(blocks: Blocks, schedule: Iterable[ChainAction], tier: Tier = "host") -> tuple[Action, ...]:
-    """The program's actions for a chain schedule. Whatever a kernel misses is recomputed (or brought back) on the spot."""
+    """The program's actions for a chain schedule; what a kernel misses is recomputed or brought back on the spot."""
     emitter = _Emitter(blocks, tier)
     for action in schedule:
         match action:
@@ -232,15 +235,18 @@ def revolve_knob(blocks: Blocks) -> tuple[Knob, int, int]:
     return knob, 1, length
 
 
-def budget_knob(name: str, steps: int) -> KnobMaker:
-    """A chain planner by name, its chain budget in ``steps`` steps up to the chain's all-saved peak."""
+ChainPlanner = Callable[[Chain, int], Sequence[ChainAction] | None]
+
+
+def budget_knob(planner: ChainPlanner, steps: int) -> KnobMaker:
+    """A chain planner, its chain budget in ``steps`` steps up to the chain's all-saved peak."""
 
     def make(blocks: Blocks) -> tuple[Knob, int, int]:
         chain, peak = blocks.chain, chain_peak(blocks.chain)
 
         def knob(step: int) -> Sequence[ChainAction] | None:
             budget = chain.resident + (peak - chain.resident) * step // steps
-            return CHAIN_PLANNERS[name](chain, budget)
+            return planner(chain, budget)
 
         return knob, 1, steps
 
@@ -262,24 +268,28 @@ def cuttings(problem: Problem, counts: Iterable[int]) -> Iterator[Blocks]:
             yield split(problem, cuts)
 
 
-def chain_planner(make: KnobMaker, counts: Sequence[int], moves: bool) -> Planner:
-    """A program planner from a chain planner's knob."""
+Tries = Sequence[tuple[KnobMaker, Sequence[int]]]
+
+
+def chain_planner(tries: Tries, moves: bool) -> Planner:
+    """A program planner: the fastest that fits over some knobs, each over some block counts."""
 
     def plan(problem: Problem, budget_bytes: int, options: Options) -> Solution:
         tier = _tier(options) if moves else "host"
         search = _Search(problem, budget_bytes, options.machine, tier)
-        blocks_used = []
-        for blocks in cuttings(problem, counts):
-            if moves:
-                link = options.machine.links[tier]
-                beta = min(link.in_bytes_per_s, link.out_bytes_per_s)
-                blocks = replace(blocks, chain=replace(blocks.chain, beta=beta))
-            blocks_used.append(blocks.chain.num_blocks)
-            if not search.fits(blocks, compute_actions(save_everything(blocks.chain))):
-                search.largest(blocks, *make(blocks))
+        for make, counts in tries:
+            for blocks in cuttings(problem, counts):
+                if search.best is not None and search.best[0] <= problem.baseline_s * (1 + 1e-9):
+                    break  # no time is added: nothing is left to gain
+                if moves:
+                    link = options.machine.links[tier]
+                    beta = min(link.in_bytes_per_s, link.out_bytes_per_s)
+                    blocks = replace(blocks, chain=replace(blocks.chain, beta=beta))
+                if not search.fits(blocks, compute_actions(save_everything(blocks.chain))):
+                    search.largest(blocks, *make(blocks))
         if search.best is None:
             raise BudgetInfeasible(budget_bytes, search.least)
-        return Solution(search.best[1], 0.0, {"blocks": blocks_used, "schedules tried": search.tried})
+        return Solution(search.best[1], 0.0, {"schedules tried": search.tried})
 
     return plan
 
@@ -291,13 +301,16 @@ def _tier(options: Options) -> Tier:
     raise OptionError("this planner moves bytes off the device: name a tier that the machine has, as in tiers='host'")
 
 
-for _name, _make, _counts, _moves in (
-    ("revolve", revolve_knob, BLOCK_COUNTS, False),
-    ("rotor", rotor_knob, BLOCK_COUNTS, False),
-    ("offload-all", budget_knob("offload-all", 64), BLOCK_COUNTS, True),
-    ("offload-greedy", budget_knob("offload-greedy", 64), BLOCK_COUNTS, True),
-    ("offload-dp", budget_knob("offload-dp", 64), (48, 24, 12), True),
-    ("disk-revolve", budget_knob("disk-revolve", 64), (32, 16, 8), True),
-    ("pofo", budget_knob("pofo", 16), (16, 8), True),
-):
-    register(_name)(chain_planner(_make, _counts, _moves))
+_ROTOR: Tries = [(rotor_knob, BLOCK_COUNTS)]
+_OFFLOAD: Tries = [(budget_knob(offload_dp, 64), (48, 24, 12)), (budget_knob(offload_all, 64), (64,))]
+_PLANNERS: dict[str, tuple[Tries, bool]] = {
+    "revolve": ([(revolve_knob, BLOCK_COUNTS)], False),
+    "rotor": (_ROTOR, False),
+    "offload-all": ([(budget_knob(offload_all, 64), BLOCK_COUNTS)], True),
+    "offload-greedy": ([(budget_knob(greedy, 64), BLOCK_COUNTS)], True),
+    "offload-dp": (_OFFLOAD, True),
+    "disk-revolve": ([(budget_knob(disk_revolve, 64), (32, 16, 8))], True),
+    "pofo": ([*_ROTOR, *_OFFLOAD, (budget_knob(partial(pofo, effort=4000), 32), (16, 8))], True),
+}
+for _name, (_tries, _moves) in _PLANNERS.items():
+    register(_name)(chain_planner(_tries, _moves))

@@ -169,7 +169,7 @@ def test_simulator_refuses_what_is_not_there() -> None:
 def test_simulator_counts_bytes_and_stalls() -> None:
     chain = Chain((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1, 1, 1, 1), (4, 4, 4), beta=2.0, g=(0, 1, 1, 1))
     item = Item("abar", 0)
-    program = [
+    program: list[Action] = [
         Forward(0, Keep.ALL),
         Offload(item),  # 1 s .. 3 s
         Forward(1, Keep.ALL),

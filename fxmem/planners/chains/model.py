@@ -41,10 +41,10 @@ class Chain:
 
     ``u``, ``v`` (seconds, length L): forward and backward time. ``a`` (bytes, length L + 1): boundary values, ``a[0]``
     the chain's input, which stays on the device throughout. ``abar`` (bytes, length L): all that block i saves, its
-    output included. ``wf``, ``wb`` (bytes, length L): workspace of one forward and of one backward. ``g`` (bytes,
-    length L + 1): gradients of the boundary values; ``()`` means the same sizes as ``a``. ``beta``: bytes/s of the link
-    in each direction. ``base`` (bytes): whatever else stays on the device. ``more`` (length L, or ``()``): further
-    saved sets.
+    output included. ``wf``, ``wb`` (bytes, length L): workspace of one forward and of one backward (below 0 where
+    ``g_i`` and ``g_{i+1}`` share bytes). ``g`` (bytes, length L + 1): gradients of the boundary values; ``()`` means
+    the same sizes as ``a``. ``beta``: bytes/s of the link in each direction. ``base`` (bytes): whatever else stays on
+    the device. ``more`` (length L, or ``()``): further saved sets.
     """
 
     u: tuple[float, ...]

@@ -19,8 +19,7 @@ from fxmem.planners.chains.place import place
 from fxmem.planners.chains.simulate import Action, Item, simulate
 from fxmem.planners.chains.tree import compute_actions, save_everything
 
-LABELS_PER_KEY = 24
-KEYS_PER_BLOCK = 192
+LABELS = {16: (24, 192), 1 << 30: (6, 96)}  # up to so many blocks: labels per (moved, held), such keys per block
 NUM_TRIED = 24
 GRID = 512
 
@@ -46,16 +45,16 @@ def greedy_selection(chain: Chain, budget: int) -> frozenset[Item]:
     return frozenset(chosen)
 
 
-def _thin(labels: Iterable[Label]) -> list[Label]:
+def _thin(labels: Iterable[Label], per_key: int, most_keys: int) -> list[Label]:
     """Keep the best labels of each (moved, held); of too many keys, those with the fastest labels."""
     groups: dict[tuple[int, int], list[Label]] = defaultdict(list)
     for label in labels:
         groups[label.moved, label.held].append(label)
-    thinned = [undominated(group, LABELS_PER_KEY) for group in groups.values()]
-    if len(thinned) > KEYS_PER_BLOCK:
+    thinned = [undominated(group, per_key) for group in groups.values()]
+    if len(thinned) > most_keys:
         thinned.sort(key=lambda group: group[0].moved)  # the fastest of each neighbourhood
-        step = len(thinned) / KEYS_PER_BLOCK
-        cuts = [int(k * step) for k in range(KEYS_PER_BLOCK + 1)]
+        step = len(thinned) / most_keys
+        cuts = [int(k * step) for k in range(most_keys + 1)]
         parts = [thinned[low:high] for low, high in pairwise(cuts)]
         thinned = [min(part, key=lambda group: group[0].f + group[0].b) for part in parts]
     return [label for group in thinned for label in group]
@@ -64,9 +63,11 @@ def _thin(labels: Iterable[Label]) -> list[Label]:
 def dp_selections(chain: Chain, budget: int) -> list[frozenset[Item]]:
     """Selections of the fluid DP, the fastest by its own clocks first, at most ``NUM_TRIED``."""
     room, labels, last = chain.sub_budget(budget), [START], chain.num_blocks - 1
+    limits = next(limits for most, limits in LABELS.items() if chain.num_blocks <= most)
     for block in range(chain.num_blocks):
         stretch = save_stretch(chain, block, 0)
-        labels = _thin(new for label in labels for new in extend(label, stretch, room, chain.beta, block == last))
+        grown = (new for label in labels for new in extend(label, stretch, room, chain.beta, block == last))
+        labels = _thin(grown, *limits)
     labels.sort(key=lambda label: label.f + label.b)
     chosen = [
         frozenset(step.stretch.item for step in history(label) if step.offloaded and step.stretch) for label in labels

@@ -45,10 +45,10 @@ NUM_TRIED = 40
 class _Search:
     """Labels per boundary for one chain and budget."""
 
-    def __init__(self, chain: Chain, budget: int) -> None:
+    def __init__(self, chain: Chain, budget: int, effort: int) -> None:
         self.chain, self.budget = chain, budget
         self.room = chain.sub_budget(budget)
-        self.width = min(400, max(24, LABELS_PER_CHAIN // chain.num_blocks**2))
+        self.width = min(400, max(16, effort // chain.num_blocks**2))
         slots = min(NUM_SLOTS, max(1, self.room))
         self.table = RotorTable(chain, self.room, slots)
         self.stretch = lru_cache(maxsize=None)(self._recomputed)
@@ -159,11 +159,11 @@ def _polish(chain: Chain, budget: int, tree: Tree, moved: frozenset[Item]) -> Ca
     return best
 
 
-def pofo(chain: Chain, budget: int) -> list[Action] | None:
+def pofo(chain: Chain, budget: int, effort: int = LABELS_PER_CHAIN) -> list[Action] | None:
     """The best program found for ``budget`` bytes; None if neither POFO nor rotor nor offload-dp found any."""
     if chain.sub_budget(budget) < 0:
         return None
-    search = _Search(chain, budget)
+    search = _Search(chain, budget, effort)
     found = [search.tree(label) for label in search.run()[:NUM_TRIED]]
     recompute = rotor_tree(chain, budget)
     if recompute is not None:
