@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import unittest.mock
@@ -17,6 +18,7 @@ from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, TorchDynamoException
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -33,7 +35,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -109,7 +111,7 @@ def default_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own split of a joint graph, which saves everything that backward reads: the step without a plan."""
-    from functorch.compile import default_partition as split  # type: ignore[import-untyped]
+    from functorch.compile import default_partition as split
 
     halves: tuple[fx.GraphModule, fx.GraphModule] = split(
         joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
@@ -121,7 +123,8 @@ def aot_export_joint(
     stack: contextlib.ExitStack, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.GraphModule:
     """AOTAutograd's joint graph of a module, inputs and outputs described by ``meta["desc"]``; no decompositions."""
-    with unittest.mock.patch.object(PythonKeyTracer, "record_stack_traces", True):
+    with_sources = functools.partial(make_fx, record_stack_traces=True)  # AOTAutograd relies on Dynamo for these
+    with unittest.mock.patch.object(graph_capture, "make_fx", with_sources):
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, keep_inference_input_mutations=True)
     return joint.graph_module
 

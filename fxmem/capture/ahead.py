@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -66,6 +67,7 @@ def capture(
     """
     target = function if loss_fn is None else with_loss(function, loss_fn)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # Dynamo's own: as errors they would stop it
         stack.enter_context(compat.no_modes())
         stack.enter_context(_kept_random_state())
         stack.enter_context(compat.quiet_dynamo(dynamic))

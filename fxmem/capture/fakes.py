@@ -53,9 +53,8 @@ class Fakes:
             return self._tensors[id(tensor)][1]
         if compat.is_wrapper_subclass(tensor):
             return tensor
-        device = self._device if tensor.is_meta else tensor.device
         with torch.no_grad(), self.mode:
-            fake = self._base(tensor, device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            fake = self._alike(tensor, self._device if tensor.is_meta else tensor.device)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         else:
@@ -66,13 +65,22 @@ class Fakes:
         self._tensors[id(tensor)] = (tensor, fake)  # keeps `tensor`, so that its id stays its own
         return fake
 
-    def _base(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _alike(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A view of the storage's stand-in; but no view if it is all of a storage seen for the first time.
+
+        Dynamo gives a view's base sizes of its own, which would be one more size symbol.
+        """
         key = compat.storage_key(tensor)
+        size, stride = tensor.size(), tensor.stride()
+        nbytes = int(compat.storage_nbytes(tensor))
+        if key not in self._bases and nbytes == tensor.numel() * tensor.itemsize:
+            self._bases[key] = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+            return self._bases[key].detach()
         if key not in self._bases:
-            nbytes = int(compat.storage_nbytes(tensor))
-            self._bases[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._bases[key] = torch.empty(nbytes // tensor.itemsize, dtype=tensor.dtype, device=device)
         base = self._bases[key]
-        return base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        typed = base if base.dtype == tensor.dtype else base.flatten().view(tensor.dtype)
+        return typed.as_strided(size, stride, tensor.storage_offset())
 
 
 def modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:

@@ -1,0 +1,82 @@
+"""Every private torch name that fxmem relies on does what fxmem thinks it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxmem import compat
+
+
+def test_every_exported_name_exists() -> None:
+    missing = [name for name in compat.__all__ if not hasattr(compat, name)]
+    assert missing == []
+
+
+def test_storage_of_views_of_fake_tensors() -> None:
+    with compat.FakeTensorMode():
+        x = torch.empty(4, 6)
+        assert compat.storage_key(x.t()) == compat.storage_key(x[1:]) == compat.storage_key(x)
+        assert compat.storage_key(x.clone()) != compat.storage_key(x)
+        assert compat.storage_nbytes(x[0]) == 96
+        assert compat.storage_nbytes(x[:1].expand(9, 6)) == 96
+
+
+def test_boxed_code_is_compiled_before_its_first_call() -> None:
+    module = torch.fx.symbolic_trace(nn.ReLU())
+    module.graph.set_codegen(compat.BoxedCodeGen())
+    forward = compat.recompiled(module)
+    args = [torch.tensor([-1.0])]
+    assert forward(args).item() == 0
+    assert args == []
+
+
+def test_error_on_graph_break_leaves_data_dependence_a_break() -> None:
+    """Unlike fullgraph=True, which captures `.item()` and so makes another graph than the user's compile will."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    compiled = compat.isolated_compile(function, lambda module, inputs: module)
+    with compat.error_on_graph_break(True), pytest.raises(compat.TorchDynamoException):
+        compiled(torch.ones(2))
+
+
+def test_isolated_compilations_do_not_share_a_recompile_limit() -> None:
+    num_compiled = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        nonlocal num_compiled
+        num_compiled += 1
+        return module
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    for _ in range(10):
+        compat.isolated_compile(function, lambda module, inputs: backend(module, inputs))(torch.ones(2))
+    assert num_compiled == 10
+
+
+def test_the_compiling_flag_is_restored() -> None:
+    with compat.seen_as_compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+def test_hint_of_a_plain_size() -> None:
+    assert compat.hint(3) == 3
+
+
+def test_aot_export_describes_inputs_and_records_sources() -> None:
+    import contextlib
+
+    with contextlib.ExitStack() as stack, compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module = nn.Sequential(nn.Linear(2, 2))
+        x = torch.ones(3, 2)
+        assert mode is not None
+        graph = compat.aot_export_joint(stack, module, (x,), {})
+    descriptions = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
+    assert [d.target for d in descriptions if isinstance(d, compat.ParamAOTInput)] == ["0.weight", "0.bias"]
+    assert any(isinstance(d, compat.TangentAOTInput) for d in descriptions)
