@@ -34,9 +34,12 @@ class Liveness:
     result: SimResult
 
     def live_at(self, step: int) -> tuple[int, ...]:
-        """Storages on the device while action `step` runs, inputs included, in id order."""
-        moving = {storage for storage, first, last in self.result.lifetimes if first <= step <= last}
-        return tuple(sorted(moving | set(self.program.resident)))
+        """Storages on the device while action `step` runs, inputs included, in id order.
+
+        One is listed twice while two copies of it stand: a returned value and the same recomputed.
+        """
+        moving = [storage for storage, first, last in self.result.lifetimes if first <= step <= last]
+        return tuple(sorted([*moving, *self.program.resident]))
 
     @cached_property
     def saved(self) -> frozenset[int]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import sympy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxmem.analysis.devices import round_up
@@ -42,22 +42,24 @@ def byte_sizes(draw: st.DrawFn) -> int | sympy.Expr:
 
 @st.composite
 def symbolic_programs(draw: st.DrawFn) -> Program:
-    program = draw(programs(Shape(num_forward=(2, 6))))
+    program = draw(programs(Shape(num_forward=(2, 5))))
     storages = tuple(replace(s, nbytes=draw(byte_sizes())) for s in program.storages)
     return replace(program, storages=storages, hints={"a": draw(st.integers(1, 5)), "b": draw(st.integers(1, 5))})
 
 
+@settings(max_examples=40)
 @given(data=st.data(), program=symbolic_programs())
 def test_the_expression_equals_the_simulator_at_any_sizes(data: st.DataObject, program: Program) -> None:
     actions = data.draw(st.none() | schedules(program))
     expr = peak_expr(program, actions)
     chosen = plain_actions(program) if actions is None else actions
-    for _ in range(4):
+    for _ in range(3):
         values = {name: data.draw(st.integers(1, 40)) for name in program.hints}
         at = program.at(values)
         assert sizes.evaluate(expr, values) == simulate(at, chosen).peak_bytes == oracle_peak_bytes(at, chosen)
 
 
+@settings(max_examples=40)
 @given(data=st.data(), program=programs())
 def test_holders_add_up_at_every_step(data: st.DataObject, program: Program) -> None:
     live = liveness(program, data.draw(st.none() | schedules(program)))
