@@ -269,6 +269,8 @@ class Evaluator:
         levels: Callable[[], tuple[int, ...]],
     ) -> Candidate | None:
         schedule = maker.build(costs, self.cluster)
+        if schedule.least_s >= limit:
+            return None
         layout = layout_of(schedule)
         start, end = run_times(layout, durations_of(schedule, costs, self.cluster))
         self.num_simulations += 1

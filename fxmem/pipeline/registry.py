@@ -11,8 +11,8 @@ from fxmem.pipeline.curves import Recompute
 from fxmem.pipeline.partition.auto import plan_auto
 from fxmem.pipeline.partition.base import Problem
 from fxmem.pipeline.partition.layers import plan_layers, plan_parameters, plan_time
-from fxmem.pipeline.partition.mcap import plan_mcap, plan_mcap_paper
 from fxmem.pipeline.partition.madpipe import plan_madpipe
+from fxmem.pipeline.partition.mcap import plan_mcap, plan_mcap_paper
 from fxmem.pipeline.partition.memflow import plan_memflow
 from fxmem.pipeline.partition.onefoneb_star import plan_onefoneb_star
 from fxmem.pipeline.partition.periodic_ilp import plan_periodic_ilp

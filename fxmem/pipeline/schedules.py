@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from fxmem.errors import FxmemError, OptionError
 
 Kind = Literal["F", "B", "I", "W"]
+_NEVER = float("inf")
 _ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)(?!\d)")
 
 
@@ -38,12 +39,16 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[d]` is the order on device d; `device_of[s]` says where stage s lives."""
+    """`actions[d]` is the order on device d; `device_of[s]` says where stage s lives.
+
+    `least_s` is a lower bound on the step, where the maker knows one.
+    """
 
     name: str
     num_microbatches: int
     device_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    least_s: float = field(default=0.0, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -145,67 +150,62 @@ def zero_bubble(
     if any(limit < 1 for limit in limits):
         raise OptionError(f"every stage needs at least one microbatch in flight, not {list(limits)}")
     builder = _ListScheduler(seconds, limits, num_microbatches, link_s or [0.0] * len(seconds))
-    return Schedule("zero-bubble", num_microbatches, tuple(range(len(seconds))), builder.run())
+    rows = builder.run()
+    return Schedule("zero-bubble", num_microbatches, tuple(range(len(seconds))), rows, least_s=max(builder.free))
 
 
 class _ListScheduler:
-    """State of the zero-bubble list scheduling: what each stage has done and when its inputs arrive."""
+    """State of the zero-bubble list scheduling: what each stage has done, when its inputs arrive, what it would do
+    next.
+    """
 
     def __init__(
-        self,
-        seconds: Sequence[Mapping[str, float]],
-        limits: Sequence[int],
-        num_microbatches: int,
-        link_s: Sequence[float],
+        self, seconds: Sequence[Mapping[str, float]], limits: Sequence[int], num: int, link_s: Sequence[float]
     ) -> None:
-        self.seconds, self.limits, self.num, self.link_s = seconds, limits, num_microbatches, link_s
-        count = len(seconds)
-        self.done: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0, "B": 0} for _ in range(count)]
-        self.free = [0.0] * count
-        self.arrival: dict[tuple[int, str], list[float]] = {(0, "F"): [0.0] * num_microbatches}
-        self.rows: list[list[Action]] = [[] for _ in range(count)]
-
-    def ready_at(self, stage: int, kind: Kind) -> float:
-        """When the next action of `kind` can start on `stage`; infinite if it is not allowed yet."""
-        done = self.done[stage]
-        number = done[kind]
-        if kind == "W":
-            return self.free[stage] if number < done["I"] else float("inf")
-        if kind == "F" and done["F"] - done["W"] >= self.limits[stage]:
-            return float("inf")
-        if kind == "I" and number >= done["F"]:
-            return float("inf")
-        times = self.arrival.get((stage, kind), [])
-        return max(self.free[stage], times[number]) if number < len(times) else float("inf")
+        self.seconds, self.limits, self.num, self.link_s = seconds, limits, num, link_s
+        self.last = len(seconds) - 1
+        self.done: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0, "B": 0} for _ in seconds]
+        self.free = [0.0] * len(seconds)
+        self.arrival: list[dict[Kind, list[float]]] = [{"F": [], "I": []} for _ in seconds]
+        self.arrival[0]["F"] = [0.0] * num
+        self.rows: list[list[Action]] = [[] for _ in seconds]
+        self.choices = [self._choice(stage) for stage in range(len(seconds))]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
-        total = 3 * self.num * len(self.seconds)
-        for _ in range(total):
-            stage, kind, start = min(
-                (self._choice(stage) for stage in range(len(self.seconds))), key=lambda choice: choice[2]
-            )
-            if start == float("inf"):
+        """Execute the earliest choice of all stages until everything is done."""
+        for _ in range(3 * self.num * len(self.seconds)):
+            start, _, stage, kind = min(self.choices)
+            if start == _NEVER:
                 raise DeadlockError(f"zero-bubble limits {list(self.limits)} leave every stage waiting")
             self._execute(stage, kind, start)
         return tuple(tuple(row) for row in self.rows)
 
-    def _choice(self, stage: int) -> tuple[int, Kind, float]:
-        kinds: tuple[Kind, ...] = ("I", "F", "W")
-        starts = [(self.ready_at(stage, kind), order, kind) for order, kind in enumerate(kinds)]
-        start, _, kind = min(starts)
-        return stage, kind, start
+    def _choice(self, stage: int) -> tuple[float, int, int, Kind]:
+        """(start, rank, stage, kind) of the action that can start first; I before F before W at the same time."""
+        done, free, arrival = self.done[stage], self.free[stage], self.arrival[stage]
+        best: tuple[float, int, int, Kind] = (_NEVER, 3, stage, "W")
+        if done["I"] < min(len(arrival["I"]), done["F"]):
+            best = (max(free, arrival["I"][done["I"]]), 0, stage, "I")
+        if done["F"] < len(arrival["F"]) and done["F"] - done["W"] < self.limits[stage]:
+            best = min(best, (max(free, arrival["F"][done["F"]]), 1, stage, "F"))
+        return min(best, (free, 2, stage, "W")) if done["W"] < done["I"] else best
 
     def _execute(self, stage: int, kind: Kind, start: float) -> None:
         end = start + self.seconds[stage][kind]
         self.rows[stage].append(Action(stage, kind, self.done[stage][kind]))
         self.done[stage][kind] += 1
         self.free[stage] = end
-        last = len(self.seconds) - 1
-        if kind == "F":
-            target = (stage + 1, "F") if stage < last else (stage, "I")
-            self.arrival.setdefault(target, []).append(end + (self.link_s[stage] if stage < last else 0.0))
-        elif kind == "I" and stage > 0:
-            self.arrival.setdefault((stage - 1, "I"), []).append(end + self.link_s[stage - 1])
+        if kind == "F" and stage == self.last:
+            self.arrival[stage]["I"].append(end)
+        elif kind == "F":
+            self._arrives(stage + 1, "F", end + self.link_s[stage])
+        elif kind == "I" and stage:
+            self._arrives(stage - 1, "I", end + self.link_s[stage - 1])
+        self.choices[stage] = self._choice(stage)
+
+    def _arrives(self, stage: int, kind: Kind, when: float) -> None:
+        self.arrival[stage][kind].append(when)
+        self.choices[stage] = self._choice(stage)
 
 
 TORCH_SCHEDULES = {

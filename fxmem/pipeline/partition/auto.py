@@ -26,6 +26,7 @@ from fxmem.pipeline.partition.proposals import (
     balanced,
     in_flight_of,
     least_memory,
+    min_max,
     periodic,
     total_time,
 )
@@ -45,9 +46,9 @@ class Found(NamedTuple):
 class Effort:
     """How hard to search: starts of the local search and neighbours tried from each."""
 
-    num_starts: int = 3
+    num_starts: int = 4
     max_tries: int = 3000
-    zero_bubble_tries: int = 60
+    zero_bubble_tries: int = 150
     interleaved_tries: int = 60
 
 
@@ -156,26 +157,57 @@ def _lean_proposals(problem: Problem, evaluator: Evaluator) -> Iterator[Proposal
             yield from total_time(times, table, vector, buffered)
 
 
+def fits(problem: Problem, *, standard: bool = False) -> Candidate | None:
+    """A plan that fits, whatever its step time: the least-memory cuts under 1F1B's counts, else (not `standard`)
+    fewer.
+    """
+    evaluator, num = problem.evaluator(), problem.cluster.num_devices
+    table = problem.table(evaluator)
+    vector = in_flight_of(1.0, num, problem.num_microbatches)
+    for cap in (num,) if standard else range(num, 0, -1):
+        counts = tuple(min(n, cap) for n in vector)
+        for buffered in (True, False):
+            cuts = least_memory(table, counts, buffered)
+            found = cuts and evaluator.evaluate(cuts, OneFOneBN(counts, problem.num_microbatches))
+            if found:
+                return found
+    return None
+
+
 def _zero_bubble(
     problem: Problem, evaluator: Evaluator, joint: Found | None, effort: Effort, cutoff_s: float
 ) -> list[Candidate]:
-    """Split backwards: from the joint plan's and the equal-time cuts, limits searched around the in-flight counts."""
+    """Split backwards: from several cuts, limits searched around usual in-flight counts."""
     num, count = problem.cluster.num_devices, problem.num_microbatches
-    cuts = dict.fromkeys([*([joint.state[0]] if joint else []), cuts_by(problem, "time")])
-    vectors = [in_flight_of(alpha, num, count) for alpha in (1.0, 1.67, 2.0)] + ([joint.state[1]] if joint else [])
-    best: Found | None = None
+    cuts = dict.fromkeys([*([joint.state[0]] if joint else []), cuts_by(problem, "time"), _forward_lead_cuts(problem)])
+    vectors = [in_flight_of(alpha, num, count) for alpha in (1.0, 1.34, 1.67, 2.0)] + (
+        [joint.state[1]] if joint else []
+    )
+    found: list[Candidate] = []
     for cut in cuts:
+        best: Found | None = None
         for vector in dict.fromkeys(vectors):
             limit = best.candidate.step_s if best else float("inf")
             candidate = evaluator.evaluate(cut, ZeroBubble(vector, count), limit, rounds=4)
             best = Found(candidate, (cut, vector)) if candidate else best
-    if best is None or best.candidate.step_s > 1.1 * cutoff_s:
-        return [best.candidate] if best else []
-    candidate, _ = improve(
-        evaluator, best.candidate, best.state, lambda limits: ZeroBubble(limits, count),
-        max_tries=effort.zero_bubble_tries, most_in_flight=count,
-    )  # fmt: skip
-    return [candidate]
+        if best and best.candidate.step_s <= 1.1 * cutoff_s:
+            candidate, _ = improve(
+                evaluator, best.candidate, best.state, lambda limits: ZeroBubble(limits, count),
+                max_tries=effort.zero_bubble_tries, most_in_flight=count,
+            )  # fmt: skip
+            cutoff_s = min(cutoff_s, candidate.step_s)
+            found.append(candidate)
+        elif best:
+            found.append(best.candidate)
+    return found
+
+
+def _forward_lead_cuts(problem: Problem) -> Cuts:
+    """Cuts that minimise the largest (forwards of earlier stages + m times the stage's work), exactly."""
+    columns = problem.chain.columns
+    lead = np.concatenate([[0.0], np.cumsum(columns["forward_s"])])[:-1, None]
+    work = np.concatenate([[0.0], np.cumsum(columns["total_s"])])
+    return min_max(lead + problem.num_microbatches * (work[None, :] - work[:-1, None]), problem.cluster.num_devices)
 
 
 def _interleaved(problem: Problem, evaluator: Evaluator, effort: Effort, cutoff_s: float) -> list[Candidate]:

@@ -1,29 +1,27 @@
 """MadPipe: allocations with one special device that may hold several stages (Beaumont, Eyraud-Dubois, Shilova 2022).
 
-A dynamic program over the layers from the last to the first takes a target period; its state is the number of ordinary
+A memoised search over the layers from the last to the first takes a target period; its state is the number of ordinary
 devices left, the special device's load and memory so far, and the delay V behind the present layer (which fixes the
-in-flight count of the next stage). Load, memory and delay are discretised, rounded up. The target is bisected; the
-allocation is then scheduled by the periodic integer program.
+in-flight count of the next stage). A state fails with any that failed on less of all three, so no grid is needed. The
+target is bisected; the allocation is then scheduled by the periodic integer program.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from fxmem.pipeline.chain import FloatArray
-from fxmem.pipeline.curves import IntArray, Recompute
+from fxmem.pipeline.curves import Recompute
 from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, OneFOneBN
 from fxmem.pipeline.partition.base import Clock, Problem, finish
 from fxmem.pipeline.partition.periodic_ilp import schedule_allocation
 from fxmem.pipeline.partition.proposals import balanced, in_flight_of
 from fxmem.pipeline.plan import PipelinePlan
 
-_GRID = 11
-"""Values of the special device's load and of its memory."""
-_DELAYS = 24
-"""Values of the delay, up to 2 P periods."""
+_MOST_VISITS = 8_000
+"""States expanded for one target; a target not reached by then counts as out of reach."""
 _MOST_LAYERS = 26
 """Longer chains are grouped into this many layers of about equal time first."""
 
@@ -58,95 +56,85 @@ class _Facts:
         self.link = [0.0, *(2 * link.seconds(float(x[edge - 1])) for edge in self.edges[1:-1]), 0.0]
 
 
+class _State(NamedTuple):
+    """Layers [0, end) left, ordinary devices left, the special device's load and memory so far, delay behind layer
+    `end`.
+    """
+
+    end: int
+    ordinary: int
+    load_s: float
+    memory_bytes: float
+    delay_s: float
+
+
 class _Program:
-    """The dynamic program for one target period; tables have shape [load, memory, delay]."""
+    """Depth-first search for an allocation that meets one target period; states known to fail are remembered."""
 
     def __init__(self, problem: Problem, facts: _Facts, target_s: float) -> None:
         self.facts, self.target_s, self.num_devices = facts, target_s, problem.cluster.num_devices
         self.memory_bytes = problem.cluster.memory_bytes
-        self.loads = np.linspace(0, target_s, _GRID)[:, None, None]
-        self.memories = np.linspace(0, self.memory_bytes, _GRID)[None, :, None]
-        self.delays = np.linspace(0, 2 * self.num_devices * target_s, _DELAYS)[None, None, :]
-        self.kept: dict[tuple[int, int], tuple[FloatArray, IntArray]] = {}
+        self.failed: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+        self.visits = 0
 
-    def plus(self, delay: FloatArray, seconds: float) -> FloatArray:
+    def plus(self, delay: float, seconds: float) -> float:
         """V (+) U of the paper."""
-        periods = np.maximum(np.ceil(delay / self.target_s - 1e-9), 1.0)
-        crosses = np.ceil((delay + seconds) / self.target_s - 1e-9) > periods
-        return np.asarray(np.where(crosses, self.target_s * periods + seconds, delay + seconds), dtype=float)
-
-    def index(self, values: FloatArray, top: float, size: int) -> IntArray:
-        """Grid index, rounded up; beyond the grid is `size`."""
-        raw = np.ceil(values / top * (size - 1) - 1e-9)
-        return np.minimum(raw, size).astype(np.intp)
-
-    def value(self, end: int, ordinary: int) -> tuple[FloatArray, IntArray]:
-        """Least largest load for layers [0, end) with `ordinary` devices left; and 2 k + (is special) of the best stage."""
-        if (end, ordinary) in self.kept:
-            return self.kept[end, ordinary]
-        shape = (_GRID, _GRID, _DELAYS)
-        best, choice = np.full(shape, np.inf), np.full(shape, -1, dtype=np.intp)
-        if end == 0:
-            best = np.broadcast_to(self.loads, shape).copy()
-        else:
-            for k in range(end):
-                for special in (False, True):
-                    if special or ordinary:
-                        cost = self.through(k, end, ordinary, special)
-                        better = cost < best
-                        best, choice = np.where(better, cost, best), np.where(better, 2 * k + special, choice)
-        self.kept[end, ordinary] = best, choice
-        return best, choice
-
-    def through(self, k: int, end: int, ordinary: int, special: bool) -> FloatArray:
-        """The value if layers [k, end) are one stage, on the special device or on an ordinary one."""
-        facts, shape = self.facts, (_GRID, _GRID, _DELAYS)
-        seconds, link = float(facts.seconds[k, end]), facts.link[k]
-        if seconds > self.target_s or link > self.target_s:
-            return np.full(shape, np.inf)
-        load, memory, delay, fits = self.after(k, end, special)
-        below, _ = self.value(k, ordinary if special else ordinary - 1)
-        inside = np.broadcast_to(fits & (load < _GRID) & (memory < _GRID) & (delay < _DELAYS), shape)
-        where = (np.minimum(load, _GRID - 1), np.minimum(memory, _GRID - 1), np.minimum(delay, _DELAYS - 1))
-        rest = below[np.broadcast_arrays(*where)]
-        own = self.loads + seconds if special else seconds
-        return np.where(inside, np.maximum(np.maximum(own, link), rest), np.inf)
-
-    def after(self, k: int, end: int, special: bool) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-        """Grid state behind stage [k, end), and whether its memory fits."""
-        facts = self.facts
-        delay = self.plus(self.delays, float(facts.seconds[k, end]))
-        in_flight = np.maximum(np.ceil(delay / self.target_s - 1e-9), 1.0) - (1.0 if special else 0.0)
-        nbytes = facts.static[k, end] + in_flight * facts.each[k, end] + facts.once[k, end]
-        used = self.memories + nbytes if special else nbytes
-        load = self.loads + (float(facts.seconds[k, end]) if special else 0.0)
-        memory = used if special else self.memories + 0 * nbytes
-        behind = self.plus(delay, facts.link[k]) if facts.link[k] else delay
-        return (
-            self.index(load, self.target_s, _GRID),
-            self.index(memory, self.memory_bytes, _GRID),
-            self.index(behind, float(self.delays.max()), _DELAYS),
-            used <= self.memory_bytes,
-        )
+        periods = max(math.ceil(delay / self.target_s - 1e-9), 1)
+        if math.ceil((delay + seconds) / self.target_s - 1e-9) > periods:
+            return self.target_s * periods + seconds
+        return delay + seconds
 
     def solve(self) -> Allocation | None:
-        """The allocation of least largest load, if it reaches the target."""
-        value, _ = self.value(self.facts.num, self.num_devices - 1)
-        return self.trace() if value[0, 0, 0] <= self.target_s * (1 + 1e-9) else None
+        """An allocation whose loads all stay within the target, if one is found."""
+        stages = self._search(_State(self.facts.num, self.num_devices - 1, 0.0, 0.0, 0.0))
+        return None if stages is None else self._named(stages[::-1])
 
-    def trace(self) -> Allocation:
-        end, ordinary, at = self.facts.num, self.num_devices - 1, (0, 0, 0)
-        stages: list[tuple[int, bool]] = []
-        while end:
-            choice = int(self.value(end, ordinary)[1][at])
-            k, special = choice // 2, bool(choice % 2)
-            load, memory, delay, _ = self.after(k, end, special)
-            arrays = np.broadcast_arrays(load, memory, delay)
-            at = (int(arrays[0][at]), int(arrays[1][at]), int(arrays[2][at]))
-            stages.append((k, special))
-            end, ordinary = k, ordinary - (not special)
-        stages.reverse()
-        return self._named(stages)
+    def _search(self, state: _State) -> list[tuple[int, bool]] | None:
+        """(first layer, is special) of the stages that cover layers [0, end), last stage first."""
+        if state.end == 0:
+            return []
+        left = float(self.facts.seconds[0, state.end])
+        if left > state.ordinary * self.target_s + self.target_s - state.load_s or self.visits > _MOST_VISITS:
+            return None
+        if self._is_hopeless(state):
+            return None
+        self.visits += 1
+        for k in range(state.end):
+            for special in (False, True):
+                after = self._after(state, k, special) if special or state.ordinary else None
+                rest = None if after is None else self._search(after)
+                if rest is not None:
+                    return [(k, special), *rest]
+        self._remember(state)
+        return None
+
+    def _is_hopeless(self, state: _State) -> bool:
+        """Did a state with no more load, memory and delay fail? All three only ever make it harder."""
+        return any(
+            load <= state.load_s and memory <= state.memory_bytes and delay <= state.delay_s
+            for load, memory, delay in self.failed.get(state[:2], ())
+        )
+
+    def _remember(self, state: _State) -> None:
+        kept = self.failed.get(state[:2], [])
+        bounds = state[2:]
+        harder = [other for other in kept if all(mine <= its for mine, its in zip(bounds, other, strict=True))]
+        self.failed[state[:2]] = [other for other in kept if other not in harder] + [bounds]
+
+    def _after(self, state: _State, k: int, special: bool) -> _State | None:
+        """The state once layers [k, end) are one stage; None if its load, link or memory doesn't fit."""
+        facts, end = self.facts, state.end
+        seconds, link = float(facts.seconds[k, end]), facts.link[k]
+        load = state.load_s + seconds if special else state.load_s
+        if max(seconds, link, load) > self.target_s * (1 + 1e-12):
+            return None
+        delay = self.plus(state.delay_s, seconds)
+        in_flight = max(math.ceil(delay / self.target_s - 1e-9), 1) - special
+        nbytes = float(facts.static[k, end] + in_flight * facts.each[k, end] + facts.once[k, end])
+        memory = state.memory_bytes + nbytes if special else state.memory_bytes
+        if max(nbytes, memory) > self.memory_bytes:
+            return None
+        return _State(k, state.ordinary - (not special), load, memory, self.plus(delay, link) if link else delay)
 
     def _named(self, stages: list[tuple[int, bool]]) -> Allocation:
         """Devices numbered in order of their first stage; adjacent stages of one device are merged."""
@@ -179,10 +167,14 @@ def allocate(problem: Problem, facts: _Facts) -> Allocation | None:
 
 
 def plan_madpipe(problem: Problem) -> PipelinePlan:
-    """Allocation by the dynamic program (without recomputation, with all of it if that does not fit), then the schedule."""
+    """Allocation by the dynamic program (without recomputation, with all of it if that does not fit), then the
+    schedule.
+    """
     clock, evaluator = Clock(), problem.evaluator()
     best: Candidate | None = None
-    modes: tuple[Recompute, ...] = {"optimal": ("none", "full"), "none": ("none",), "full": ("full",)}[problem.recompute]
+    modes: tuple[Recompute, ...] = {"optimal": ("none", "full"), "none": ("none",), "full": ("full",)}[
+        problem.recompute
+    ]
     for mode in modes:
         facts = _Facts(problem, mode)
         found = allocate(problem, facts)

@@ -1,8 +1,9 @@
-"""MemFlow: Metropolis search over cuts and recomputation together in a memory-aware simulator (SIGMOD 2020 SRC; FlexFlow).
+"""MemFlow: Metropolis search over cuts and recomputation together in a memory-aware simulator (SIGMOD 2020 SRC;
+FlexFlow).
 
-The state gives each block its stage (contiguous cuts) and its recompute level: 0 nothing, 1 cheap outputs (the block's
-first option), 2 all but the input (its last). A step's cost is the makespan in ms plus a large multiple of the bytes over
-the budget; a move is accepted with probability exp(-alpha * increase) against the current state.
+The state gives each block its stage (contiguous cuts) and its recompute level: 0 nothing, 1 cheap outputs (the
+block's first option), 2 all but the input (its last). A step's cost is the makespan in ms plus a large multiple of
+the bytes over the budget; a move is accepted with probability exp(-alpha * increase) against the current state.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Search:
 
     def run(self, state: _State) -> tuple[float, float, tuple[float, ...]]:
         """(cost in ms, step in seconds, peak bytes per device)."""
-        spans = zip(state.cuts, state.cuts[1:], strict=False)  # noqa: RUF007
+        spans = zip(state.cuts, state.cuts[1:], strict=False)
         costs = [self.stage_cost(i, j, state) for i, j in spans]
         start, end = run_times(self.layout, durations_of(self.schedule, costs, self.problem.cluster))
         peaks = run_memory(self.layout, costs, start, end, self.problem.chain.input_bytes)

@@ -1,7 +1,8 @@
-"""1F1B*: the least in-flight counts of a periodic schedule with contiguous stages (Beaumont, Eyraud-Dubois, Shilova 2020).
+"""1F1B*: the least in-flight counts of a periodic schedule with contiguous stages (Beaumont, Eyraud-Dubois, Shilova
+2020).
 
-For a period T the stages, links between them included, are walked from last to first and packed into groups of at most T
-seconds; a stage of group g keeps g microbatches, and no periodic schedule of that period keeps fewer.
+For a period T the stages, links between them included, are walked from last to first and packed into groups of at
+most T seconds; a stage of group g keeps g microbatches, and no periodic schedule of that period keeps fewer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def groups(stage_s: Sequence[float], link_s: Sequence[float], period_s: float) -
 
 
 def star_proposals(problem: Problem) -> Iterator[tuple[Cuts, OneFOneBN]]:
-    """Contiguous cuts for a ladder of periods above the least feasible one, each with its groups as in-flight counts."""
+    """Contiguous cuts for a ladder of periods above the least feasible one, each with its groups as in-flight
+    counts.
+    """
     evaluator = problem.evaluator()
     times = Times(problem.chain, problem.cluster, problem.num_microbatches)
     for buffered in (False, True):

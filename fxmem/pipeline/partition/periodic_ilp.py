@@ -1,8 +1,10 @@
-"""Periodic schedules of an allocation by integer programming (Beaumont, Eyraud-Dubois, Shilova 2021), solved with HiGHS.
+"""Periodic schedules of an allocation by integer programming (Beaumont, Eyraud-Dubois, Shilova 2021), solved with
+HiGHS.
 
-Operation o starts at t_o in [0, T] of every period and works there on microbatch (period - h_o). For a fixed period T the
-precedences, the exclusion on devices and links, and the memory at each forward's start are linear in t, h and the order
-variables y; the least T is found by bisection. The answer is unrolled over the step's microbatches into an action list.
+Operation o starts at t_o in [0, T] of every period and works there on microbatch (period - h_o). For a fixed period
+T the precedences, the exclusion on devices and links, and the memory at each forward's start are linear in t, h and
+the order variables y; the least T is found by bisection. The answer is unrolled over the step's microbatches into an
+action list.
 """
 
 from __future__ import annotations

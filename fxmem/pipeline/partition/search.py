@@ -47,12 +47,15 @@ def _neighbours(state: State, length: int, most: int) -> Iterator[State]:
     cuts, counts = state
     moved = list(_moved_cuts(cuts, length))
     changed = list(_changed_counts(counts, most))
+    singles = set(_single_shifts(cuts, (1,)))
     for other in moved:
         yield other, counts
     for vector in changed:
         yield cuts, vector
-    for other in _single_shifts(cuts, (1,)):
-        for vector in changed:
+    for vector in _single_steps(counts, most):
+        yield cuts, vector
+    for other in moved:
+        for vector in changed if other in singles else _single_steps(counts, most):
             yield other, vector
 
 
@@ -82,10 +85,20 @@ def _valid(cuts: Cuts) -> Iterator[Cuts]:
         yield cuts
 
 
+def _single_steps(counts: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
+    for position, count in enumerate(counts):
+        for shift in (-2, -1, 1, 2):
+            yield from _allowed((*counts[:position], count + shift, *counts[position + 1 :]), most)
+
+
 def _changed_counts(counts: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
     for first in range(len(counts)):
         for last in range(first, len(counts)):
             for shift in (-1, 1):
                 vector = counts[:first] + tuple(n + shift for n in counts[first : last + 1]) + counts[last + 1 :]
-                if vector[-1] >= 1 and vector[0] <= most and all(a >= b for a, b in itertools.pairwise(vector)):
-                    yield vector
+                yield from _allowed(vector, most)
+
+
+def _allowed(counts: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
+    if counts and counts[-1] >= 1 and counts[0] <= most and all(a >= b for a, b in itertools.pairwise(counts)):
+        yield counts
