@@ -58,6 +58,10 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["model"], name)
 
+    def set_budget(self, budget: Budget) -> None:
+        """Plan again, for another budget, at the next call; Dynamo does not run again. Raises OptionError."""
+        self.__dict__["step"].set_budget(budget)
+
     @property
     def plan(self) -> Plan:
         plan: Plan = self.__dict__["step"].plan
@@ -67,6 +71,12 @@ class CompiledModule(nn.Module):
     def plans(self) -> list[Plan]:
         plans: list[Plan] = self.__dict__["step"].plans
         return plans
+
+    @property
+    def num_retries(self) -> int:
+        """How often the step was planned again because a measurement was over the budget."""
+        num_retries: int = self.__dict__["step"].num_retries
+        return num_retries
 
 
 class CompiledFunction:
@@ -80,6 +90,10 @@ class CompiledFunction:
         with unwrapped_errors():
             return self._compiled(*args, **kwargs)
 
+    def set_budget(self, budget: Budget) -> None:
+        """Plan again, for another budget, at the next call; Dynamo does not run again. Raises OptionError."""
+        self.step.set_budget(budget)
+
     @property
     def plan(self) -> Plan:
         return self.step.plan
@@ -87,6 +101,11 @@ class CompiledFunction:
     @property
     def plans(self) -> list[Plan]:
         return self.step.plans
+
+    @property
+    def num_retries(self) -> int:
+        """How often the step was planned again because a measurement was over the budget."""
+        return self.step.num_retries
 
 
 def compile(

@@ -30,6 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import default_partition as _default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
@@ -111,9 +112,7 @@ def default_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own split of a joint graph, which saves everything that backward reads: the step without a plan."""
-    from functorch.compile import default_partition as split
-
-    halves: tuple[fx.GraphModule, fx.GraphModule] = split(
+    halves: tuple[fx.GraphModule, fx.GraphModule] = _default_partition(
         joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
     )
     return halves
@@ -352,3 +351,16 @@ def retracing(example_inputs: Sequence[Any]) -> Iterator[None]:
     """What AOTAutograd needs of Dynamo around it, when a graph that Dynamo captured before is compiled again."""
     with tracing(TracingContext(detect_fake_mode(example_inputs))):
         yield
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int], budget: float
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's min-cut partitioner with `activation_memory_budget=budget` in [0, 1]: what the benches compare with."""
+    from functorch.compile import min_cut_rematerialization_partition as split
+
+    with functorch_config.patch(activation_memory_budget=budget):
+        halves: tuple[fx.GraphModule, fx.GraphModule] = split(
+            joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
+        )
+    return halves

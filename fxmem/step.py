@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fxmem.reach import reachable_tensors, storages
 from fxmem.report.decisions import standing_at_peak
 from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
 from fxmem.schedule import StartBackward
+from fxmem.units import Budget, resolve_budget
 
 NUM_RETRIES = 3
 _LOGGER = logging.getLogger("fxmem")
@@ -32,8 +34,8 @@ _LOGGER = logging.getLogger("fxmem")
 class Step:
     """What the graphs of one training step share: the budget, its verification, the plans.
 
-    `measured_peak_bytes`: of the step that was verified. After a measurement over the budget the planner is given
-    `excess_bytes` less. `generation` counts how often everything was to be planned again.
+    `measured_peak_bytes`: of the step that was verified. After a measurement over the budget `excess_bytes` more are
+    taken to stand beside the graphs. `generation` counts how often everything was to be planned again.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
@@ -49,7 +51,7 @@ class Step:
         self._parameters = parameters_of(function)
         self._gradient_bytes = 0
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
-        self._num_retries = 0
+        self.num_retries = 0
         self._num_verified = 0
 
     @property
@@ -86,6 +88,16 @@ class Step:
             self._gradient_bytes = existing_bytes
             self.plan_again()
 
+    def set_budget(self, budget: Budget) -> None:
+        """Hold the step to another budget from its next call on. Raises OptionError."""
+        resolve_budget(budget)
+        self.settings = replace(self.settings, budget=budget)
+        self.excess_bytes = self.num_retries = 0
+        self._failure = None
+        for graph in self.graphs:
+            graph.budget_bytes = None
+        self.plan_again()
+
     def plan_again(self) -> None:
         """Every graph is planned afresh when it is next called."""
         self.generation += 1
@@ -94,8 +106,9 @@ class Step:
             graph.plan = None
 
     def resident_bytes(self, program: Program) -> int:
-        """Bytes beside `program`: parameters not in it, gradients, optimizer state, what earlier graphs saved."""
-        beside = beside_graph_bytes(self.function, program, first_graph=not self.plans)
+        """Bytes beside `program`: parameters not in it, gradients, optimizer state, what earlier graphs saved,
+        and what a measured step took more than was planned."""
+        beside = self.excess_bytes + beside_graph_bytes(self.function, program, first_graph=not self.plans)
         return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, self.plans))
 
     @property
@@ -124,12 +137,12 @@ class Step:
         over_bytes = peak_bytes - self.budget_bytes
         if over_bytes <= 0:
             return
-        if self._num_retries == NUM_RETRIES or self.settings.plan is not None:
+        if self.num_retries == NUM_RETRIES or self.settings.plan is not None:
             at_peak = [(row.name, row.nbytes) for row in standing_at_peak(self.plan)[:8]]
             self._failure = BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
             _LOGGER.error("%s", self._failure)
             return
-        self._num_retries += 1
+        self.num_retries += 1
         self.excess_bytes += over_bytes
         self.plan_again()
 
@@ -183,10 +196,10 @@ class Graph:
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = self.step
-        budget = step.settings.budget if self.budget_bytes is None else self.budget_bytes - step.excess_bytes
+        asked = step.settings.budget
+        budget = asked if self.budget_bytes is None or asked == "min" else self.budget_bytes
         self.plan = plan_graph(joint, step.settings, budget, step.resident_bytes, self.sizes)
-        if self.budget_bytes is None:
-            self.budget_bytes = self.plan.budget_bytes
+        self.budget_bytes = self.plan.budget_bytes
         return split(rewrite(joint, self.plan.program, self.plan.actions))
 
 

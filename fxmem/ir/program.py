@@ -114,13 +114,20 @@ class Program:
         """Storages of forward inputs: on the device before, during and after the step."""
         return tuple(dict.fromkeys(s for op in self.ops if op.is_input and op.region == "forward" for s in op.storages))
 
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Storages that stay to the end once they are there: what is returned, and tangents (autograd holds them)."""
+        tangents = (op.index for op in self.ops if op.is_input and op.region == "backward")
+        returned = (*self.forward_outputs, *self.backward_outputs, *tangents)
+        return frozenset(s for index in returned for s in self.ops[index].storages)
+
     @property
     def is_symbolic(self) -> bool:
         return any(not isinstance(s.nbytes, int) for s in self.storages)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the captured graph, or else a hash of structure and sizes: equal if a schedule for one is one for the other."""
+        """Of the captured graph, or else a hash of structure and sizes: equal if schedules are interchangeable."""
         if self.graph:
             return self.graph
         parts = [

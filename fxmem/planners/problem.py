@@ -22,8 +22,8 @@ class Problem:
 
     `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. In CSR form kernel k reads
     read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages (forward
-    inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: forward outputs
-    and gradients. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
+    inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: see
+    `Program.kept`. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
     """
 
     program: Program
@@ -90,8 +90,7 @@ def reduce_program(program: Program) -> Problem:
     reads = [list(dict.fromkeys(row)) for row in reads]
     writes = [list(program.allocates(op)) for op in kernels]
     keep = np.zeros(len(program.storages), dtype=np.bool_)
-    for index in (*program.forward_outputs, *program.backward_outputs):
-        keep[list(program.ops[index].storages)] = True
+    keep[list(program.kept)] = True
     keep[list(resident)] = False
     kernel_at = {op.index: k for k, op in enumerate(kernels)}
     return Problem(

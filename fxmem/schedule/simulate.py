@@ -138,7 +138,7 @@ class _Walk:
         self.program = program
         self.num_steps = num_steps
         self.resident = set(program.resident)
-        self.keep = {s for o in (*program.forward_outputs, *program.backward_outputs) for s in program.ops[o].storages}
+        self.keep = program.kept
         self.born: dict[int, int] = {}  # storage -> step its residency began
         self.last: dict[int, int] = {}  # storage -> step of its last read in that residency
         self.copying: set[int] = set()  # offload issued, Free not yet

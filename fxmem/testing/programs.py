@@ -123,8 +123,11 @@ class _Builder:
 
 @st.composite
 def schedules(draw: st.DrawFn, program: Program) -> tuple[Action, ...]:
-    """A random valid schedule without offloading: every forward value is kept or dropped at random at the boundary; what
-    is missing is recomputed just in time, and dropped again at random."""
+    """A random valid schedule without offloading.
+
+    Every forward value is kept or dropped at the boundary; what is missing is recomputed just in time, and dropped again
+    at random.
+    """
     problem = reduce_program(program)
     order = list(range(problem.num_forward))
     available = {
@@ -160,7 +163,9 @@ def oracle_peak_bytes(program: Program, actions: Sequence[Action]) -> int:
     nbytes = program.nbytes()
     resident = set(program.resident)
     base = program.extra_resident_bytes + sum(nbytes[s] for s in resident)
-    kept = {s for o in (*program.forward_outputs, *program.backward_outputs) for s in program.ops[o].storages}
+    tangents = [op.index for op in program.ops if op.is_input and op.region == "backward"]
+    returned = (*program.forward_outputs, *program.backward_outputs, *tangents)
+    kept = {s for index in returned for s in program.ops[index].storages}
     births = [(step, s) for step, action in enumerate(actions) for s in _created(program, action)]
     peak = base
     for now, action in enumerate(actions):
