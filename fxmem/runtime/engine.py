@@ -256,8 +256,9 @@ class Engine(ABC):
 
     def levels(self) -> Levels:
         self.collect()
-        held = [[state.arena, *state.spills.values()] for state in self._steps.values()]
-        arenas = [arena for group in (self._idle, *held) for arena in group if arena is not None]
+        arenas = list(self._idle)
+        for state in self._steps.values():
+            arenas += [*([] if state.arena is None else [state.arena]), *state.spills.values()]
         pending = [t for state in self._steps.values() for t in state.transfers.values()]
         return Levels(
             host_bytes=sum(arena.host.nbytes for arena in arenas),

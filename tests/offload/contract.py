@@ -1,4 +1,4 @@
-"""What every engine must do, whatever the device: run by the CPU tests and, on a CUDA card, by those under tests/gpu."""
+"""What every engine must do, whatever the device: run by the CPU tests and, on a CUDA card, by tests/gpu."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from fxmem.capture import JointGraph
 from fxmem.ir.program import Program
@@ -58,7 +59,7 @@ def offload_plan(
         before.setdefault(free, []).append(Free(storage))
         before.setdefault(reload, []).append(Reload(storage))
         before.setdefault(first, []).append(Wait(storage))
-        for earlier, later in zip(reads, reads[1:], strict=False):
+        for earlier, later in pairwise(reads):
             if seed is not None and earlier >= first and later > earlier + 1 and rng.random() < 0.3:
                 before.setdefault(later, []).extend([Reload(storage), Wait(storage)])
     return tuple(_merged(actions, before))

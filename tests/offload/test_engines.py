@@ -87,7 +87,7 @@ def test_misuse_is_named(make: contract.MakeEngine) -> None:
 
 
 def test_host_memory_refused() -> None:
-    with pytest.raises(OffloadError, match="host memory were refused .*tiers='disk'"):
+    with pytest.raises(OffloadError, match=r"host memory were refused .*tiers='disk'"):
         host_bytes(1 << 60)
     engine = ThreadEngine(lay_out([Slot(0, 1 << 60, "host", 0, 1)]))
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_disk_full_at_begin(tmp_path: Path) -> None:
 
     calls = Full()
     engine = ThreadEngine(lay_out([Slot(0, 8, "disk", 0, 1)]), DiskFile(tmp_path, calls))  # type: ignore[arg-type]
-    with pytest.raises(OffloadError, match="No space left.*offload_dir"):
+    with pytest.raises(OffloadError, match=r"No space left.*offload_dir"):
         engine.begin()
     assert list(tmp_path.iterdir()) == []
     calls.is_full = False

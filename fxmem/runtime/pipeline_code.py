@@ -1,0 +1,69 @@
+"""What one stage runs for microbatches of one shape: forward, backward, and backward in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fxmem.capture import boxed
+from fxmem.ir.from_fx import program_from_joint
+from fxmem.ir.program import Program
+from fxmem.lower import Lowered, lower
+from fxmem.passes.checkpoint import rewrite
+from fxmem.passes.split_backward import SplitBackward, split_backward
+from fxmem.passes.stage_split import StageGraph
+from fxmem.planners.problem import reduce_program
+from fxmem.planning import baseline_actions
+from fxmem.schedule import Action
+
+PlanStage: TypeAlias = Callable[[StageGraph, Program], Sequence[Action] | None]
+"""Decides what one stage keeps and recomputes: actions over the stage's own program, or None to save everything."""
+
+Run: TypeAlias = Callable[[list[Any]], Sequence[Tensor]]
+
+
+def stage_program(graph: StageGraph) -> Program:
+    """The stage's forward and backward of one microbatch as a Program."""
+    return program_from_joint(graph.joint, name=f"stage {graph.index}")
+
+
+class StageCode:
+    """Boxed callables of one stage; every list of arguments is emptied as they are used."""
+
+    def __init__(self, graph: StageGraph, actions: Sequence[Action] | None = None) -> None:
+        self.graph = graph
+        self.program = stage_program(graph)
+        self.actions = tuple(actions if actions is not None else baseline_actions(reduce_program(self.program)))
+        self._lowered: Lowered = lower(rewrite(graph.joint, self.program, self.actions))
+
+    @property
+    def num_results(self) -> int:
+        """Results of forward that are not saved tensors."""
+        return self.graph.joint.num_forward_outputs
+
+    @cached_property
+    def forward(self) -> Run:
+        """[statics, data, receives] -> (results, saved tensors)."""
+        return boxed(self._lowered.forward)
+
+    @cached_property
+    def backward(self) -> Run:
+        """[saved tensors, grad_receives or tangents] -> (grad_sends, gradients)."""
+        return boxed(self._lowered.backward)
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        return split_backward(self._lowered.backward, len(self.graph.grad_sends))
+
+    @cached_property
+    def input_backward(self) -> Run:
+        """Like `backward` -> (grad_sends, early gradients, kept)."""
+        return boxed(self.split.inputs)
+
+    @cached_property
+    def weight_backward(self) -> Run:
+        """[held, kept] -> late gradients."""
+        return boxed(self.split.weights)

@@ -1,0 +1,164 @@
+"""The parameters and buffers of one rank: only those its stages use, under the model's own names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxmem.errors import OptionError
+
+Init: TypeAlias = Callable[[str, Tensor], None]
+"""Fills a new parameter or buffer, given its name in the model; the same name must give the same values on all ranks."""
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose tensors are on the meta device; ties between parameters are kept."""
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return copy.deepcopy(model, memo)
+
+
+class Names:
+    """Every name of a model's parameters and buffers; those that are one tensor share one canonical name."""
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.canonical: dict[str, str] = {}
+        first: dict[int, str] = {}
+        named = (
+            *skeleton.named_parameters(remove_duplicate=False),
+            *skeleton.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named:
+            self.canonical[name] = first.setdefault(id(tensor), name)
+            self.tensors.setdefault(self.canonical[name], tensor)
+        self.transient = {
+            f"{path}.{name}" if path else name
+            for path, module in skeleton.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+
+    def aliases(self, canonical: str) -> list[str]:
+        return [name for name, other in self.canonical.items() if other == canonical]
+
+    def is_parameter(self, canonical: str) -> bool:
+        return isinstance(self.tensors[canonical], nn.Parameter)
+
+
+class Parameters:
+    """Tensors of one rank by canonical name, with their gradients of the running step.
+
+    `shared`: names held by several ranks -> those ranks, lowest first; their gradients are summed by `reduce_shared`.
+    """
+
+    def __init__(self, names: Names, device: torch.device, shared: Mapping[str, tuple[int, ...]]) -> None:
+        self.names, self.device, self.shared = names, device, shared
+        self.tensors: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
+
+    def load(self, wanted: Iterable[str], source: nn.Module | Mapping[str, Tensor] | None, init: Init | None) -> None:
+        """Materialise the tensors named (canonically) in `wanted`.
+
+        From `source`, a module or a mapping by name (a tensor of the right device is shared, not copied); what it lacks
+        or has on the meta device is made by `init`. Raises OptionError naming what neither of them has.
+        """
+        given = _by_name(source)
+        for name in sorted(set(wanted) - self.tensors.keys()):
+            found = next((given[alias] for alias in self.names.aliases(name) if alias in given), None)
+            like = self.names.tensors[name]
+            if found is not None and not found.is_meta:
+                tensor = found if found.device == self.device else found.detach().to(self.device)
+            elif init is not None:
+                tensor = torch.empty_like(like, device=self.device)
+                with torch.no_grad():
+                    init(name, tensor)
+            else:
+                raise OptionError(f"{name} has no value: give a state dict that holds it, or init")
+            if self.names.is_parameter(name) and not isinstance(tensor, nn.Parameter):
+                tensor = nn.Parameter(tensor.detach(), like.requires_grad)
+            self.tensors[name] = tensor
+
+    def module(self, wanted: Iterable[str]) -> nn.Module:
+        """A module tree that holds `wanted` under all of their names in the model."""
+        root = nn.Module()
+        for name in wanted:
+            for alias in self.names.aliases(name):
+                path, _, leaf = alias.rpartition(".")
+                owner = _submodule(root, path)
+                if self.names.is_parameter(name):
+                    owner.register_parameter(leaf, self.tensors[name])  # type: ignore[arg-type]
+                else:
+                    owner.register_buffer(leaf, self.tensors[name], persistent=alias not in self.names.transient)
+        return root
+
+    def accumulate(self, name: str, gradient: Tensor) -> None:
+        """Add `gradient` to the parameter's; of a shared one only after `reduce_shared`."""
+        if name in self.shared:
+            held = self._pending.get(name)
+            self._pending[name] = _owned(gradient, self.tensors[name]) if held is None else held.add_(gradient)
+            return
+        _add_gradient(self.tensors[name], gradient)
+
+    def reduce_shared(self, rank: int, group: dist.ProcessGroup | None) -> None:
+        """Sum the gradients of shared parameters over the ranks that hold them: to the lowest one and back."""
+        for name, ranks in sorted(self.shared.items()):
+            if rank not in ranks or name not in self.tensors:
+                continue
+            total = self._pending.pop(name, None)
+            if total is None:
+                total = torch.zeros_like(self.tensors[name], requires_grad=False)
+            if rank == ranks[0]:
+                for other in ranks[1:]:
+                    part = torch.empty_like(total)
+                    dist.recv(part, group_src=other, group=group)
+                    total.add_(part)
+                for other in ranks[1:]:
+                    dist.send(total, group_dst=other, group=group)
+            else:
+                dist.send(total, group_dst=ranks[0], group=group)
+                dist.recv(total, group_src=ranks[0], group=group)
+            _add_gradient(self.tensors[name], total)
+
+    def forget_step(self) -> None:
+        """Drop what a failed step left behind."""
+        self._pending.clear()
+
+
+def _by_name(source: nn.Module | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    if source is None:
+        return {}
+    if isinstance(source, nn.Module):
+        return dict(source.named_parameters(remove_duplicate=False)) | dict(
+            source.named_buffers(remove_duplicate=False)
+        )
+    return dict(source)
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    for step in path.split(".") if path else ():
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root._modules[step]  # type: ignore[assignment]
+    return root
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = _owned(gradient, parameter)
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _owned(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient laid out like its parameter and in a storage of its own."""
+    is_whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype and is_whole:
+        return gradient.detach()
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
