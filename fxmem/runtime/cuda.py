@@ -40,7 +40,7 @@ class _Stages:
     def take(self, place: Bytes) -> list[tuple[Job, torch.cuda.Event | None]]:
         """Users of bytes in `place`: whoever writes there next must let them finish."""
         clashing = [user for user in self.users if _overlap(place, user[0])]
-        self.users = [user for user in self.users if user not in clashing]
+        self.users = [user for user in self.users if not _overlap(place, user[0])]
         return [(job, event) for _, job, event in clashing]
 
 

@@ -205,10 +205,10 @@ def check_failures(
     engine.close()
 
 
-def check_second_backward(make: MakeEngine, device: torch.device, tier: Tier) -> None:
+def check_second_backward(make: MakeEngine, device: torch.device, tier: Tier, staged: bool) -> None:
     """A slot can be reloaded again as long as no other took its place; then there is an error, never wrong bytes."""
     slots = [Slot(0, 5000, tier, 0, 3, ((0, 1), (2, 3))), Slot(1, 5000, tier, 4, 7, ((4, 5), (6, 7)))]
-    layout = lay_out(slots, staged=device.type == "cuda")
+    layout = lay_out(slots, staged)
     assert layout.slots[0].offset == layout.slots[1].offset
     engine = make(layout, None)
     calls: list[Call] = [(verb, slot) for slot in (0, 1) for verb in ("offload", "free", "reload", "wait")]  # type: ignore[misc]

@@ -58,7 +58,7 @@ def test_failures_end_one_step(make: contract.MakeEngine, tiers: tuple[Tier, ...
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_second_backward(make: contract.MakeEngine, tier: Tier) -> None:
-    contract.check_second_backward(make, CPU, tier)
+    contract.check_second_backward(make, CPU, tier, False)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -6,7 +6,7 @@ import errno
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fxmem.capture import JointGraph, boxed, capture
 from fxmem.errors import OffloadError, VerifyError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.ir.program import Program
-from fxmem.lower import lower
+from fxmem.lower import backend, lower
 from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers, verify_offload, why_not_offloadable
 from fxmem.runtime.engine import Hook
@@ -277,3 +277,70 @@ def test_devices_do_not_mix(case: Case) -> None:
     program = replace(case.program, storages=tuple(storages))
     with pytest.raises(VerifyError, match="several devices"):
         open_transfers(program, [Offload(case.saved[0]), Offload(case.saved[1])])
+
+
+@pytest.mark.slow
+def test_under_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code runs every transfer, in the order of the plan, and gives the gradients of the unplanned one.
+
+    The order holds only if inductor is told not to reorder for memory; values are right either way.
+    """
+    monkeypatch.setattr("torch._inductor.config.reorder_for_peak_memory", False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 1))
+    x = torch.randn(16, 32)
+    calls: list[tuple[str, int]] = []
+    planned: list[tuple[str, int]] = []
+    opened: list[Transfers] = []
+
+    def partition(offloads: bool, joint: JointGraph) -> Any:
+        program = program_from_joint(joint)
+        actions = full_plan(program)
+        if offloads:
+            actions = offload_plan(program, actions, saved_storages(program, actions, joint), TIERS, seed=0)
+        opened.append(open_transfers(program, actions, tmp_path))
+        joint = rewrite(joint, program, actions, opened[-1].key)
+        if offloads:
+            _record(opened[-1].engine, calls)
+            planned.extend(_transfers(joint))
+        return lower(joint).forward, lower(joint).backward
+
+    def gradients(offloads: bool) -> list[Any]:
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend=backend(partial(partition, offloads), "inductor", f"{offloads}"))
+        for _ in range(2):
+            model.zero_grad()
+            calls.clear()
+            compiled(x).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(False)
+    assert same(gradients(True), expected)
+    assert calls == planned
+    assert len(planned) >= 12
+    for transfers in opened:
+        transfers.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _transfers(joint: JointGraph) -> Iterator[tuple[str, int]]:
+    """(verb, slot) of the transfer nodes, in order."""
+    slots: dict[Any, int] = {}
+    for node in joint.nodes:
+        if "fxmem" in str(node.target):
+            verb = node.target.__name__.removesuffix(".default")  # type: ignore[union-attr]
+            source = node.args[1] if verb == "wait" else node.args[0]
+            slots[node] = node.args[2] if verb == "offload" else slots[source]  # type: ignore[assignment]
+            yield verb, slots[node]
+
+
+def _record(engine: Any, calls: list[tuple[str, int]]) -> None:
+    def recording(verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(step: Any, slot: int, *args: Any) -> Any:
+            calls.append((verb, slot))
+            return call(step, slot, *args)
+
+        return recorded
+
+    for verb in ("offload", "free", "reload", "wait"):
+        setattr(engine, verb, recording(verb, getattr(engine, verb)))

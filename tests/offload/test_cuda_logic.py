@@ -1,0 +1,91 @@
+"""CudaEngine's bookkeeping without a card: streams that run at once, on CPU tensors.
+
+This checks arenas, staging, disk jobs, errors and lifetimes. What order real streams run in is checked under tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxmem.runtime import arena
+from fxmem.runtime.cuda import CudaEngine
+from fxmem.runtime.diskfile import DiskFile
+from fxmem.runtime.engine import Engine, Hook, Moment
+from fxmem.runtime.layout import Layout
+from fxmem.schedule.actions import Tier
+from tests.offload import contract
+
+CPU = torch.device("cpu")
+TIERS: list[tuple[Tier, ...]] = [("host",), ("disk",), ("host", "disk")]
+
+
+class _Event:
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    def __init__(self, device: Any = None) -> None: ...
+    def record_event(self) -> _Event:
+        return _Event()
+
+    def wait_event(self, event: _Event) -> None:
+        assert isinstance(event, _Event)
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[contract.MakeEngine]:
+    computing = _Stream()
+    pinned: list[int] = []
+
+    def pin(host: Any) -> Any:
+        pinned.append(host.nbytes)
+        return lambda: pinned.remove(host.nbytes)
+
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(arena, "pin", pin)
+
+    def build(layout: Layout, hook: Hook | None) -> Engine:
+        return CudaEngine(layout, CPU, DiskFile(tmp_path), hook)
+
+    yield build
+    assert pinned == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_random_programs(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
+    contract.check_random_programs(make, CPU, tiers, True, range(10))
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_steps_in_flight(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
+    contract.check_steps_in_flight(make, CPU, tiers, True)
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_abandoned_steps(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
+    contract.check_abandoned_steps(make, CPU, tiers, True)
+
+
+@pytest.mark.parametrize("moment", ["out", "in", "arena"])
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_failures_end_one_step(make: contract.MakeEngine, tiers: tuple[Tier, ...], moment: Moment) -> None:
+    contract.check_failures(make, CPU, tiers, True, moment)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_second_backward(make: contract.MakeEngine, tier: Tier) -> None:
+    contract.check_second_backward(make, CPU, tier, True)
