@@ -34,7 +34,7 @@ CLASSIC = ("layers", "parameters", "time")
 SIZES: dict[str, Callable[[int], Chain]] = {
     "gpt": lambda size: gpt_like(num_layers=size, width=2048, batch=2),
     "vgg": lambda size: vgg_like(width=4 * size),
-    "amoebanet": lambda size: amoebanet_like(num_cells=18, filters=4 * size),
+    "amoebanet": lambda size: amoebanet_like(num_cells=18, filters=4 * size, batch=16),
 }
 """Family to a chain of a given size: layers of GPT, width of the CNNs."""
 

@@ -119,7 +119,7 @@ def vgg_like(width: int = 64, image: int = 224, batch: int = 16, convs: Sequence
                 0,
             )
         )
-    features, hidden = channels * side * side, width * 64
+    features, hidden = channels * side * side, 4096
     for index, (wide, out) in enumerate([(features, hidden), (hidden, hidden), (hidden, 1000)]):
         nbytes = 4.0 * batch * out
         blocks.append(
