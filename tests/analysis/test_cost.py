@@ -47,15 +47,14 @@ def _allocator_peak_bytes(model: nn.Module, joint: JointGraph) -> int:
     placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
     args = [_argument(n, state[joint.names[n.name]] if n.name in joint.names else None) for n in placeholders]
     resident = {compat.storage_key(a): a.untyped_storage().nbytes() for a in args}
-    tangent_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in placeholders if n.name in joint.tangents)
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.graph_module.graph, {}))
     graph.set_codegen(compat.BoxedCodeGen())
     module = fx.GraphModule(joint.graph_module, graph)
     with torch.no_grad():
-        _, deltas = compat.cpu_memory_deltas(lambda: module.forward(args))
-    # the tangent's own release is not seen, as it was allocated before; the simulator has it die at its last use
-    return sum(resident.values()) + max(itertools.accumulate(deltas)) - tangent_bytes
+        _, deltas = compat.cpu_memory_deltas(lambda: module.forward(list(args)))
+    # `args` outlive the run: the profiler can report the release of older memory with the size of an earlier block
+    return sum(resident.values()) + max(itertools.accumulate(deltas))
 
 
 def _argument(node: fx.Node, value: torch.Tensor | None) -> torch.Tensor:
