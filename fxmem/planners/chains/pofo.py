@@ -36,9 +36,9 @@ from fxmem.planners.chains.tree import (
 
 NUM_SLOTS = 200
 NUM_BUDGETS = 4  # of a recomputed stretch, between the least memory that works and all that is left
-LINK_WEIGHT = 0.25  # of a link's backlog (seconds) in an estimate
-CELLS = 16  # per axis (kept, moved)
-LABELS_PER_CHAIN = 30_000  # about how many times a label is tried with one stretch, over L**2
+LINK_WEIGHT = 0.2  # of a link's backlog (seconds) in an estimate
+CELLS = 20  # per axis (kept, moved)
+LABELS_PER_CHAIN = 40_000  # about how many times a label is tried with one stretch, over L**2
 NUM_TRIED = 40
 
 
@@ -96,7 +96,7 @@ class _Search:
         )
 
     def thin(self, first: int, labels: Iterable[Label]) -> list[Label]:
-        """``width`` labels: first those with the best estimates, then the fastest of each cell of (kept, moved)."""
+        """Up to twice ``width`` labels: the best by estimate, then the fastest of each cell of (kept, moved)."""
         cells: dict[tuple[int, int, bool], list[Label]] = defaultdict(list)
         scored: dict[tuple[float, ...], tuple[float, int, Label]] = {}
         width = max(1, self.room // CELLS)
@@ -105,7 +105,7 @@ class _Search:
             scored.setdefault((label.kept, label.moved, *clocks(label)), (self.estimate(first, label), k, label))
         chosen = [label for score, _, label in nsmallest(self.width, scored.values()) if score < math.inf]
         fastest = (min(cell, key=lambda label: label.f + label.b) for cell in cells.values())
-        spread = nsmallest(self.width // 2, ((label.f + label.b, k, label) for k, label in enumerate(fastest)))
+        spread = nsmallest(self.width, ((label.f + label.b, k, label) for k, label in enumerate(fastest)))
         return list({id(label): label for label in (*chosen, *(label for _, _, label in spread))}.values())
 
     def run(self) -> list[Label]:
