@@ -101,7 +101,7 @@ def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) 
 
 
 def search(pool: Pool, deadline_s: float, seed: int) -> None:
-    """Alternate noisy evictions with perturbation of the best states until the deadline, or until they no longer pay."""
+    """Alternate noisy evictions with perturbation of the best states until the deadline or until they stop paying."""
     kernel, budget = pool.kernel, pool.budget_bytes
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
     kernel.seed(seed)
@@ -170,9 +170,8 @@ def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
     peak_bytes = kernel.evaluate(budget_bytes).peak_bytes
     pool = Pool(kernel, budget_bytes, peak_bytes)
     bound = LowerBound(problem, kernel.cand, budget_bytes)
-    pool.improve(
-        kernel.all_saved() if peak_bytes <= budget_bytes else next(evicted_states(kernel, budget_bytes, peak_bytes))
-    )
+    fits = peak_bytes <= budget_bytes
+    pool.improve(kernel.all_saved() if fits else next(evicted_states(kernel, budget_bytes, peak_bytes)))
     if peak_bytes > budget_bytes >= least_bytes(problem):
         improve(pool, bound, CutFamily(problem, kernel.cand), limit_s, options)
     if pool.best is None:

@@ -9,8 +9,9 @@ from fxmem.planners.problem import Problem
 
 
 def storage_classes(problem: Problem, radius: int = 3) -> npt.NDArray[np.int32]:
-    """Class per storage: equal iff what surrounds two storages up to `radius` kernels away looks the same (targets, bytes,
-    seconds to 10 %). A class is named by its first storage. Weisfeiler and Leman 1968, on the bipartite graph."""
+    """Class per storage: equal iff what surrounds two storages up to `radius` kernels away looks the same (targets,
+    bytes, seconds to 10 %). A class is named by its first storage. Weisfeiler and Leman 1968, on the bipartite graph.
+    """
     num_kernels = problem.num_kernels
     reads = [problem.reads(k).tolist() for k in range(num_kernels)]
     writes = [problem.writes(k).tolist() for k in range(num_kernels)]

@@ -37,6 +37,19 @@ def least_bytes(problem: Problem) -> int:
     return problem.base_bytes + int(standing[runs].max(initial=0))
 
 
+def free_lunch_s(problem: Problem) -> float:
+    """Seconds of forward kernels that nothing needs: leaving them out makes the extra time negative."""
+    needed = required_kernels(problem)
+    open_kernels = [*np.flatnonzero(needed).tolist(), *range(problem.num_forward, problem.num_kernels)]
+    while open_kernels:
+        for s in problem.reads(open_kernels.pop()):
+            made = int(problem.producer[s])
+            if 0 <= made < problem.num_forward and not needed[made]:
+                needed[made] = True
+                open_kernels.append(made)
+    return float(problem.seconds[: problem.num_forward][~needed].sum())
+
+
 class LowerBound:
     """A growing set of moments: the linear relaxation first, then the MILP; proven for the captured backward order.
 
@@ -47,7 +60,7 @@ class LowerBound:
         self.kernel = Kernel(problem, cand)
         self.model = MomentModel(problem, cand, budget_bytes)
         self.budget_bytes, self.tie = budget_bytes, tie
-        self.seconds = 0.0
+        self.seconds = self.floor_s = -free_lunch_s(problem)
         self.moments: list[int] = []
         self.states: list[State] = []
         self.exhausted = False
@@ -84,8 +97,8 @@ class LowerBound:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or self.closes(best_s):
             return
-        answer = self.model.solve(self.moments, left_s, integral, self.tie, best_s)
-        self.seconds = max(self.seconds, answer.bound_s)
+        answer = self.model.solve(self.moments, left_s, integral, self.tie, best_s - self.floor_s)
+        self.seconds = max(self.seconds, answer.bound_s + self.floor_s)
         if answer.state is not None:
             self.states.append(answer.state)
 

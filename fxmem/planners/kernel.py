@@ -255,7 +255,7 @@ class Kernel:
     def repair(
         self, budget_bytes: int, look: int = 8, rounds: int = 1 << 30, noise: float = 0.0, deadline_s: float = 0.0
     ) -> Score:
-        """Toggle the cheapest decisions per byte of overflow until the peak fits, if it can. `look`: candidates examined
+        """Toggle the decisions cheapest per byte of overflow until the peak fits, if it can. `look`: decisions examined
         beyond the best so far. Deadlines are `time.monotonic()` values."""
         out = _Eval()
         self.lib.fx_repair(self.ctx, budget_bytes - self.base, look, rounds, noise, deadline_s, ctypes.byref(out))

@@ -34,7 +34,7 @@ class Uses:
 
 
 def uses(problem: Problem) -> Uses:
-    """First and last potential backward use of every forward storage, through the consumers that recompute may run."""
+    """First and last potential backward use of every forward storage, through the consumers recompute may run."""
     nf = problem.num_forward
     first = np.full(problem.num_storages, -1, dtype=np.int64)
     last = np.full(problem.num_storages, -1, dtype=np.int64)
@@ -116,7 +116,7 @@ class CutFamily:
 def cut_states(
     kernel: Kernel, family: CutFamily, budget_bytes: int, directions: int = 6, steps: int = 10
 ) -> Iterator[tuple[Score, State]]:
-    """Cuts whose prices start at the worst step of the all-saved schedule and move towards the worst overflow; the scale
+    """Cuts whose prices start at the worst step of the all-saved schedule and move to the worst overflow; the scale
     of each direction is bisected between cuts that fit and cuts that do not."""
     problem = kernel.problem
     kernel.load(kernel.all_saved())
@@ -131,12 +131,12 @@ def cut_states(
             state = family.cut(direction * scale)
             kernel.load(state)
             score = kernel.evaluate(budget_bytes)
-            yield score, kernel.store()
             if score.peak_bytes > budget_bytes:
                 low = scale
                 closest = _at_worst(kernel, score)
             else:
                 high = scale
+            yield score, kernel.store()  # last: whoever takes it may use the kernel meanwhile
         if closest is None:
             break
         direction = 0.6 * direction + 0.4 * closest

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from fxmem.planners.auto import infeasible, solution
+from fxmem.planners.bound import free_lunch_s
 from fxmem.planners.kernel import Kernel, State
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution, register
@@ -17,7 +18,7 @@ def _checked(kernel: Kernel, state: State, budget_bytes: int) -> Solution:
     score = kernel.evaluate(budget_bytes)
     if score.peak_bytes > budget_bytes:
         raise infeasible(kernel, budget_bytes, score.peak_bytes, state)
-    return solution(kernel, state, 0.0, {})
+    return solution(kernel, state, -free_lunch_s(kernel.problem), {})
 
 
 @register("none")
