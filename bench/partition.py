@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fxmem.errors import BudgetInfeasible, OptionError
@@ -75,7 +75,7 @@ def _largest(family: str, num_devices: int, recompute: Recompute, memory_gib: fl
     feasible["auto"] = lambda p: fits(p) is not None
     parameters = {}
     for name, check in feasible.items():
-        size = largest_size(lambda size, check=check: _fits_at(problem, size, check))  # type: ignore[misc]
+        size = largest_size(partial(_fits_at, problem, check))
         parameters[name] = problem(size).chain.num_parameters if size else 0
         best = max(parameters.get(classic, 0) for classic in CLASSIC)
         yield {
@@ -85,7 +85,7 @@ def _largest(family: str, num_devices: int, recompute: Recompute, memory_gib: fl
         }  # fmt: skip
 
 
-def _fits_at(problem: Callable[[int], Problem], size: int, check: Callable[[Problem], bool]) -> bool:
+def _fits_at(problem: Callable[[int], Problem], check: Callable[[Problem], bool], size: int) -> bool:
     try:
         return check(problem(size))
     except OptionError:  # fewer blocks than devices
@@ -207,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

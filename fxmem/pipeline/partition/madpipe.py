@@ -138,8 +138,10 @@ class _Program:
 
     def _named(self, stages: list[tuple[int, bool]]) -> Allocation:
         """Devices numbered in order of their first stage; adjacent stages of one device are merged."""
-        cuts, device_of, numbers = [0], [], {}
-        for number, (k, special) in enumerate(stages):
+        cuts = [0]
+        device_of: list[int] = []
+        numbers: dict[str, int] = {}
+        for number, (_, special) in enumerate(stages):
             key = "special" if special else str(number)
             end = stages[number + 1][0] if number + 1 < len(stages) else self.facts.num
             device = numbers.setdefault(key, len(numbers))
@@ -148,7 +150,6 @@ class _Program:
             else:
                 device_of.append(device)
             cuts.append(self.facts.edges[end])
-            del k
         return Allocation(tuple(cuts), tuple(device_of))
 
 
@@ -172,9 +173,7 @@ def plan_madpipe(problem: Problem) -> PipelinePlan:
     """
     clock, evaluator = Clock(), problem.evaluator()
     best: Candidate | None = None
-    modes: tuple[Recompute, ...] = {"optimal": ("none", "full"), "none": ("none",), "full": ("full",)}[
-        problem.recompute
-    ]
+    modes: tuple[Recompute, ...] = ("none", "full") if problem.recompute == "optimal" else (problem.recompute,)
     for mode in modes:
         facts = _Facts(problem, mode)
         found = allocate(problem, facts)
