@@ -69,7 +69,7 @@ def _largest(family: str, num_devices: int, recompute: Recompute, memory_gib: fl
         return Problem(SIZES[family](size), cluster, 4 * num_devices, recompute)
 
     feasible: dict[str, Callable[[Problem], bool]] = {
-        name: (lambda p, name=name: _plans(p, name)) for name in (*CLASSIC, "mcap", "mcap-paper")
+        name: partial(_plans, name) for name in (*CLASSIC, "mcap", "mcap-paper")
     }
     feasible["auto, standard in-flight"] = lambda p: fits(p, standard=True) is not None
     feasible["auto"] = lambda p: fits(p) is not None
@@ -92,7 +92,7 @@ def _fits_at(problem: Callable[[int], Problem], check: Callable[[Problem], bool]
         return False
 
 
-def _plans(problem: Problem, planner: str) -> bool:
+def _plans(planner: str, problem: Problem) -> bool:
     try:
         PLANNERS[planner](problem)
     except BudgetInfeasible:
