@@ -2,8 +2,8 @@
 
     python -m bench.versus_torch [--models gpt2,unet,resnet50] [--json]
 
-torch: AOTAutograd with its min-cut partitioner at every budget of the sweep. fxmem: at each measured peak of that sweep.
-Peaks are the allocator's; `op_pct` is the extra op time in percent (measured seconds of each op, times how often it
+torch: AOTAutograd with its min-cut partitioner at every budget of the sweep. fxmem: at each measured peak of that
+sweep. Peaks are the allocator's; `op_pct` is the extra op time in percent (measured seconds of each op, times how often it
 runs); `wall_ratio` is the median step over the median step without a plan, alternating runs. `smallest` rows: the
 smallest peak each one reaches.
 """
@@ -55,7 +55,8 @@ class TorchSweep:
         if not self.op_s:
             program = annotated_program(joint, Settings(), may_run=True)
             self.op_s = {op.name: op.seconds for op in program.ops}
-        halves = compat.min_cut_partition(joint.graph_module, joint.num_forward_outputs, joint.static_indices, self.budget)
+        num_outputs, static = joint.num_forward_outputs, joint.static_indices
+        halves = compat.min_cut_partition(joint.graph_module, num_outputs, static, self.budget)
         ran = [node.name for half in halves for node in half.graph.nodes if node.op == "call_function"]
         self.total_s = sum(self.op_s.get(name, 0.0) for name in ran)
         return halves
@@ -108,8 +109,8 @@ def rows(name: str, size: zoo.Size, sweep: Sequence[float]) -> Iterator[Row]:
     step.set_budget("min")
     smallest = {"torch": min(peaks), "fxmem": measured_bytes(module, step, args)}
     for who, peak_bytes in smallest.items():
-        fraction = peak_bytes / unplanned_bytes
-        yield {"model": name, "torch_budget": "smallest", "peak_fraction": fraction, "who": who, "peak_bytes": peak_bytes}
+        common = {"model": name, "torch_budget": "smallest", "peak_fraction": peak_bytes / unplanned_bytes}
+        yield {**common, "who": who, "peak_bytes": peak_bytes, "op_pct": None, "wall_ratio": None}
 
 
 @click.command()

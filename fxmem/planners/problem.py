@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fxmem.ir.program import Program
+from fxmem.ir.program import Op, Program
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
 from fxmem.schedule.simulate import resident_bytes
 
@@ -22,7 +22,7 @@ class Problem:
 
     `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. In CSR form kernel k reads
     read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages (forward
-    inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 for resident; `keep_to_end[s]`: see
+    inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 (resident or unneeded); `keep_to_end[s]`: see
     `Program.kept`. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
     """
 
@@ -84,8 +84,7 @@ class Problem:
 def reduce_program(program: Program) -> Problem:
     """Fold views away and lay the rest out as arrays (bytes at the program's hints)."""
     resident = set(program.resident)
-    owners = [op for op in program.ops if not program.is_folded(op) and not (op.is_input and op.region == "forward")]
-    kernels = sorted(owners, key=lambda op: op.region == "backward")  # tangents come first among backward's
+    kernels = sorted(_needed(program), key=lambda op: op.region == "backward")  # tangents come first among backward's
     reads = [[s for s in (*program.reads(op), *op.mutates) if s not in resident] for op in kernels]
     reads = [list(dict.fromkeys(row)) for row in reads]
     writes = [list(program.allocates(op)) for op in kernels]
@@ -105,12 +104,24 @@ def reduce_program(program: Program) -> Problem:
         write_ptr=_offsets(writes),
         write_idx=_flat(writes),
         nbytes=np.array(program.nbytes(), dtype=np.int64),
-        producer=np.array(
-            [-1 if s in resident else kernel_at[program.producer[s]] for s in range(len(keep))], dtype=np.int64
-        ),
+        producer=np.array([kernel_at.get(op, -1) for op in program.producer], dtype=np.int64),
         keep_to_end=keep,
         base_bytes=resident_bytes(program),
     )
+
+
+def _needed(program: Program) -> list[Op]:
+    """Ops that own bytes or have effects, without those whose results nobody needs."""
+    wanted = set(program.kept)
+    found = []
+    for op in reversed(program.ops):
+        if program.is_folded(op) or (op.is_input and op.region == "forward"):
+            continue
+        has_effects = op.mutates or op.is_random or op.is_collective
+        if has_effects or op.is_input or wanted.intersection(program.allocates(op)):
+            found.append(op)
+            wanted.update(program.reads(op))
+    return found[::-1]
 
 
 def _offsets(rows: list[list[int]]) -> IntArray:
