@@ -30,6 +30,7 @@ META = "fxmem"
 Handler = Callable[["Emitter", Any], None]
 A = TypeVar("A")
 _HANDLERS: dict[type, Handler] = {}
+_SAME_TENSOR = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def emits(action_type: type[A]) -> Callable[[Callable[[Emitter, A], None]], Callable[[Emitter, A], None]]:
@@ -217,7 +218,13 @@ class Emitter:
         self._values[index] = node
 
     def _arguments(self, source: fx.Node) -> dict[fx.Node, fx.Node]:
-        return {node: self.value(self.index_of[node]) for node in source.all_input_nodes}
+        return {node: self.value(self._behind_aliases(self.index_of[node])) for node in source.all_input_nodes}
+
+    def _behind_aliases(self, index: int) -> int:
+        """Autograd's detach and alias make the same tensor again: inside the graph its readers take the original."""
+        while self.sources[index].target in _SAME_TENSOR and self.program.is_folded(self.program.ops[index]):
+            index = self.program.ops[index].args[0]
+        return index
 
     def _copy(self, source: fx.Node, again: str | None, arguments: Mapping[fx.Node, fx.Node]) -> fx.Node:
         args = fx.node.map_arg(source.args, arguments.__getitem__)

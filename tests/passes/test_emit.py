@@ -46,7 +46,7 @@ def captured() -> tuple[JointGraph, Program]:
     return joint, program_from_joint(joint)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), keep=st.floats(0, 1), linger=st.floats(0, 1))
 def test_node_order_simulates_to_the_peak_of_the_plan(captured, seed: int, keep: float, linger: float) -> None:
     joint, program = captured
