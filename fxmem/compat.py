@@ -364,3 +364,18 @@ def min_cut_partition(
             joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
         )
     return halves
+
+
+def pipelining() -> Any:
+    """torch.distributed.pipelining's schedules module: `_PipelineScheduleRuntime`, `_Action`, `_batch_p2p` and so on."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Leaves of a nested structure, and what builds the same structure from other leaves."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, spec = tree_flatten(tree)
+    return leaves, lambda new: tree_unflatten(new, spec)

@@ -46,7 +46,7 @@ def split_backward(backward: fx.GraphModule, num_sends: int) -> SplitBackward:
     _split_convolutions(graph, [n for n in results[:num_sends] if isinstance(n, fx.Node)])
     sends = [n for n in results[:num_sends] if isinstance(n, fx.Node)]
     gradients = [n for n in results[num_sends:] if isinstance(n, fx.Node)]
-    before = _ancestors(sends)
+    before = _with_parts(_ancestors(sends))
     early = [i for i, n in enumerate(gradients) if n in before]
     late = [i for i, n in enumerate(gradients) if n not in before]
     second = _ancestors(gradients[i] for i in late) - before
@@ -81,6 +81,12 @@ def _split_convolutions(graph: fx.Graph, sends: Sequence[fx.Node]) -> None:
         node.args = (*node.args[:-1], [True, False, False])
         for index in weights:
             parts[index].args = (clone, index)
+
+
+def _with_parts(nodes: set[fx.Node]) -> set[fx.Node]:
+    """`nodes` and what is taken out of those that return several values, so that no whole tuple has to be kept."""
+    parts = {user for node in nodes for user in node.users if user.target is operator.getitem}
+    return nodes if parts <= nodes else _with_parts(nodes | parts)
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -1,9 +1,9 @@
 """Which pipeline stage every node of a joint graph runs in: facts only, nothing is edited here.
 
 Forward ops are cut by their order. Backward ops follow the forward op whose gradient they compute, as far as
-dependencies allow: gradients flow from later stages to earlier ones. Some nodes have no place of their own (*floating*):
-what depends on nothing but inputs and constants (masks, position ids, rotary tables) or is a view of a parameter is
-made again in every stage that reads it, and so are views where their base is no larger than they are.
+dependencies allow: gradients flow from later stages to earlier ones. Some nodes have no place of their own
+(*floating*): what depends on nothing but inputs and constants (masks, position ids, rotary tables) or is a view of a
+parameter is made again in every stage that reads it, and so are views where their base is no larger than they are.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _backward_only(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node
 
 
 def _check_buffers(staging: Staging, overwritten: set[fx.Node]) -> None:
-    """A buffer that the step overwrites belongs to one stage: another one would read the value of another microbatch."""
+    """A buffer that the step overwrites belongs to one stage: another would read the value of another microbatch."""
     for buffer in overwritten:
         stages = {staging.home[n] for n in buffer.users if n in staging.home and n not in staging.floating}
         if len(stages) > 1:

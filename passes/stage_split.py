@@ -17,7 +17,7 @@ from torch import fx
 
 from fxmem.capture import JointGraph
 from fxmem.errors import VerifyError
-from fxmem.passes.base import GraphPass, run_passes
+from fxmem.passes.base import GraphPass
 from fxmem.passes.stage_assign import CutError, Cuts, Staging, assign_stages
 
 __all__ = ["CutError", "Cuts", "StageGraph", "StageSplit", "Staging", "assign_stages", "slice_stages", "split_stages"]
@@ -41,8 +41,8 @@ class StageGraph:
     """One stage as a joint graph of its own, and what its inputs and outputs are.
 
     Forward takes `statics`, `data`, `receives` and returns `sends` (the last stage: the outputs of the whole graph).
-    Backward takes `grad_receives` (the last stage: the tangents) and returns `grad_sends`, then one gradient for each of
-    `gradients`, which names a static input; a name may occur more than once.
+    Backward takes `grad_receives` (the last stage: the tangents) and returns `grad_sends`, then one gradient for each
+    of `gradients`, which names a static input; a name may occur more than once.
     """
 
     index: int
@@ -79,8 +79,7 @@ class StageSplit(GraphPass):
 
 
 def split_stages(joint: JointGraph, cuts: Cuts) -> tuple[StageGraph, ...]:
-    """Cut `joint` under the pass contract and slice it. Raises OptionError, CutError."""
-    run_passes(joint, [StageSplit(cuts)])
+    """One joint graph for each stage of `joint`. Raises OptionError, CutError."""
     return slice_stages(assign_stages(joint, cuts))
 
 
@@ -164,6 +163,7 @@ class _Slicer:
         receives, grad_receives = self._crossing(self.index - 1), self._crossing_back(self.index + 1)
         first = self._needed([*forward, *(self.returned if self.is_last else ())], in_forward=True)
         second = self._needed([*backward, *(t for _, t in self.own_terms)], in_forward=False) - first
+        first |= {n for n in second if n.op == "get_attr"}
         inputs = [n for n in self.nodes if n.op == "placeholder" and n in first | second and n in self.staging.forward]
         statics = [n for n in inputs if self._is_static(n)] + self._unread()
         data = [n for n in inputs if not self._is_static(n)]
@@ -210,7 +210,7 @@ class _Slicer:
         ]
 
     def _crossing_back(self, cut: int) -> list[fx.Node]:
-        """Backward values (and forward values that backward needs earlier) that go from stage `cut` to the one before."""
+        """Backward values, and forward ones that backward needs earlier, that go from stage `cut` to the one before."""
         return [n for n, stages in self._ordered_consumers() if self.staging.home[n] >= cut > min(stages)]
 
     def _ordered_consumers(self) -> Iterator[tuple[fx.Node, frozenset[int]]]:
@@ -220,7 +220,7 @@ class _Slicer:
     def _needed(self, roots: Iterable[fx.Node], in_forward: bool) -> set[fx.Node]:
         """`roots` of this stage and whatever inputs and floating nodes they are made from."""
         found: set[fx.Node] = set()
-        todo = [n for n in roots]
+        todo = list(roots)
         while todo:
             node = todo.pop()
             is_own = self.staging.home.get(node) == self.index and node not in self.staging.floating

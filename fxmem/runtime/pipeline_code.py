@@ -45,6 +45,17 @@ class StageCode:
         return self.graph.joint.num_forward_outputs
 
     @cached_property
+    def data_positions(self) -> tuple[int, ...]:
+        """Which of the microbatch's leaves forward takes, in order."""
+        descriptions = {n.name: n.meta["desc"] for n in self.graph.joint.nodes if n.name in set(self.graph.data)}
+        return tuple(descriptions[name].idx for name in self.graph.data)
+
+    @cached_property
+    def tangents(self) -> tuple[Tensor, ...]:
+        """Fake gradients of the outputs, in the last stage."""
+        return tuple(self.graph.values(self.graph.joint.tangents)) if self.graph.is_last else ()
+
+    @cached_property
     def forward(self) -> Run:
         """[statics, data, receives] -> (results, saved tensors)."""
         return boxed(self._lowered.forward)

@@ -1,0 +1,272 @@
+"""`Pipeline`: a model cut into stages, ready to run on torch.distributed.pipelining.
+
+Every rank builds the same Pipeline (capture is deterministic and runs nothing) and then materialises its own stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxmem import compat
+from fxmem.capture import JointGraph, capture
+from fxmem.errors import OptionError
+from fxmem.passes.stage_split import CutError, Cuts, StageGraph, split_stages
+from fxmem.runtime.pipeline_batch import LossWeight, Microbatch, Signature, split_batch
+from fxmem.runtime.pipeline_code import PlanStage, StageCode, stage_program
+from fxmem.runtime.pipeline_cuts import Anchors
+from fxmem.runtime.pipeline_params import Init, Names, Parameters, skeleton_of
+from fxmem.runtime.pipeline_schedule import SEVERAL, SINGLE, V_SHAPED, make_schedule
+from fxmem.runtime.pipeline_stage import Stage
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """`num_ops`: of forward and backward. `send_bytes`, `grad_send_bytes`: a microbatch's messages to the neighbours."""
+
+    index: int
+    rank: int
+    num_ops: int
+    parameters: tuple[str, ...]
+    static_bytes: int
+    send_bytes: int
+    grad_send_bytes: int
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Where the model is cut, who runs what, and in which order."""
+
+    stages: tuple[StagePlan, ...]
+    schedule: str
+    num_microbatches: int
+    shared: Mapping[str, tuple[int, ...]]
+
+
+class _WithLoss(nn.Module):
+    """`loss_fn(model(*args[:-1]), args[-1])`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loss_fn(self.model(*args[:-1], **kwargs), args[-1])
+
+
+class Pipeline:
+    """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Microbatch],
+        cuts: Cuts,
+        schedule_name: str,
+        rows: Sequence[Sequence[Any]],
+        rank_of: Sequence[int] | None,
+        loss_fn: Callable[..., Any] | None,
+        loss_weight: LossWeight,
+        plan_stage: PlanStage | None,
+    ) -> None:
+        self.schedule_name, self.num_microbatches = schedule_name, len(parts)
+        self.loss_weight = loss_weight
+        self._model: nn.Module | None = model
+        self._skeleton = skeleton_of(model)
+        self._names = Names(self._skeleton)
+        self._loss_fn, self._plan_stage = loss_fn, plan_stage
+        self._device = torch.device("cpu")
+        self._graphs: dict[tuple[Signature, bool], tuple[StageGraph, ...]] = {}
+        self._codes: dict[tuple[Signature, bool, int], StageCode] = {}
+        joint = self._capture(parts[0], True)
+        self._graphs[parts[0].signature, True] = split_stages(joint, cuts)
+        self._anchors = Anchors(joint, cuts)
+        self.stage_graphs = self._graphs[parts[0].signature, True]
+        self.rank_of = tuple(rank_of) if rank_of is not None else tuple(range(self.num_stages))
+        self.rows = rows or _one_f_one_b(self.num_stages, len(parts), schedule_name)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_graphs)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of) + 1
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Trained parameters that several ranks hold, and those ranks: their gradients are summed once a step."""
+        holders: dict[str, set[int]] = {}
+        trained = {self._name(g, i) for g in self.stage_graphs for i in g.gradients}
+        for graph in self.stage_graphs:
+            for name in graph.statics:
+                holders.setdefault(self._name(graph, name), set()).add(self.rank_of[graph.index])
+        return {n: tuple(sorted(ranks)) for n, ranks in holders.items() if n in trained and len(ranks) > 1}
+
+    @property
+    def plan(self) -> PipelinePlan:
+        stages = tuple(
+            StagePlan(
+                index=graph.index,
+                rank=self.rank_of[graph.index],
+                num_ops=sum(node.op == "call_function" for node in graph.joint.nodes),
+                parameters=tuple(dict.fromkeys(self._name(graph, n) for n in graph.statics)),
+                static_bytes=sum(
+                    self._names.tensors[n].nbytes for n in {self._name(graph, name) for name in graph.statics}
+                ),
+                send_bytes=sum(v.nbytes for v in graph.values(graph.sends)),
+                grad_send_bytes=sum(v.nbytes for v in graph.values(graph.grad_sends)),
+            )
+            for graph in self.stage_graphs
+        )
+        return PipelinePlan(stages, self.schedule_name, self.num_microbatches, self.shared)
+
+    def stage(
+        self,
+        rank: int,
+        device: torch.device | str = "cpu",
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        init: Init | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Stage | list[Stage]:
+        """The stages of `rank` with their parameters and buffers on `device`, and no others.
+
+        Values come from `state_dict`, or else from the model the pipeline was built from, or else from `init`. The
+        pipeline lets go of the model. One stage, or a list where the schedule gives a rank several. Raises OptionError
+        for a rank without stages or a value that nothing gives.
+        """
+        mine = [graph for graph in self.stage_graphs if self.rank_of[graph.index] == rank]
+        if not mine:
+            raise OptionError(f"rank {rank} has no stage; the ranks are 0..{self.num_ranks - 1}")
+        if torch.device(device) != self._device:
+            self._device = torch.device(device)
+            self._codes.clear()
+        parameters = Parameters(self._names, self._device, self.shared)
+        wanted = {g.index: list(dict.fromkeys(self._name(g, n) for n in g.statics)) for g in mine}
+        values = dict(state_dict or {})
+        if self._model is not None:
+            values = _tensors_of(self._model) | values
+        parameters.load([n for names in wanted.values() for n in names], values, init)
+        self._model = None
+        stages = [
+            Stage(
+                g.index, self.num_stages, parameters.module(wanted[g.index]), parameters, self._name, self.code, group
+            )
+            for g in mine
+        ]
+        for stage in stages:
+            stage.submod.train(self._skeleton.training)
+            stage.stage_index_to_group_rank = dict(enumerate(self.rank_of))
+        return stages[0] if len(stages) == 1 else stages
+
+    def schedule(self, stage: Stage | Sequence[Stage]) -> Any:
+        """A torch.distributed.pipelining schedule over the stages of this rank; see `PlannedSteps.step`."""
+        return make_schedule(self, [stage] if isinstance(stage, Stage) else list(stage))
+
+    def code(self, index: int, part: Microbatch, training: bool) -> StageCode:
+        """What stage `index` runs for microbatches shaped like `part`; captured when such a shape is first seen."""
+        key = (part.signature, training, index)
+        if key not in self._codes:
+            if key[:2] not in self._graphs:
+                joint = self._capture(part, training)
+                self._graphs[key[:2]] = split_stages(joint, self._anchors.cuts_in(joint))
+            graph = self._graphs[key[:2]][index]
+            actions = self._plan_stage(graph, stage_program(graph)) if self._plan_stage and training else None
+            self._codes[key] = StageCode(graph, actions)
+        return self._codes[key]
+
+    def _capture(self, part: Microbatch, training: bool) -> JointGraph:
+        module = self._skeleton if self._loss_fn is None else _WithLoss(self._skeleton, self._loss_fn)
+        before = self._skeleton.training
+        module.train(training)
+        args = compat.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), part.args)
+        kwargs = compat.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), dict(part.kwargs))
+        try:
+            (joint,) = capture(module, args, kwargs, train=training, device=self._device, frontend="aot")
+        finally:
+            self._skeleton.train(before)
+        if training:
+            _require_one_loss(joint)
+        return joint
+
+    def _name(self, graph: StageGraph, placeholder: str) -> str:
+        name = graph.joint.names[placeholder]
+        return self._names.canonical[name.removeprefix("model.") if self._loss_fn is not None else name]
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _require_one_loss(joint: JointGraph) -> None:
+    tangents = [n for n in joint.nodes if n.name in joint.tangents]
+    first = joint.outputs[0] if joint.outputs else None
+    if len(tangents) != 1 or tangents[0].meta["val"].dim() or getattr(first, "meta", {}).get("val") is None:
+        raise CutError(
+            "the first output must be the loss, a scalar, and nothing else may need gradients; or give loss_fn"
+        )
+
+
+def _one_f_one_b(num_stages: int, num_microbatches: int, name: str) -> list[list[str]]:
+    """GPipe or 1F1B as action names, for what torch's own classes refuse (fewer microbatches than stages)."""
+    rows = []
+    for stage in range(num_stages):
+        warm = num_microbatches if name == "gpipe" else min(num_microbatches, num_stages - stage)
+        row = [f"{stage}F{i}" for i in range(warm)]
+        for i in range(num_microbatches - warm):
+            row += [f"{stage}B{i}", f"{stage}F{warm + i}"]
+        rows.append(row + [f"{stage}B{i}" for i in range(num_microbatches - warm, num_microbatches)])
+    return rows
+
+
+def _rank_of(name: str, num_stages: int, num_ranks: int, rows: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """Rank of every stage. Raises OptionError where the schedule can't have that many."""
+    if name == "actions":
+        found = {int(str(a).split("F")[0]): rank for rank, row in enumerate(rows) for a in row if "F" in str(a)}
+        if sorted(found) != list(range(num_stages)):
+            raise OptionError(f"the actions run stages {sorted(found)}, the cuts make {num_stages}")
+        return tuple(found[stage] for stage in range(num_stages))
+    per_rank, rest = divmod(num_stages, num_ranks)
+    if rest or (name in SINGLE and per_rank != 1) or (name in V_SHAPED and per_rank != 2):
+        raise OptionError(f"schedule {name!r} can't run {num_stages} stages on {num_ranks} ranks")
+    if name in V_SHAPED:
+        return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+def build_pipeline(
+    model: nn.Module,
+    args: Sequence[Any],
+    cuts: Cuts,
+    num_microbatches: int,
+    schedule: str | Sequence[Sequence[Any]] = "1f1b",
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    num_ranks: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    loss_weight: LossWeight = "mean",
+    plan_stage: PlanStage | None = None,
+) -> Pipeline:
+    """Cut `model` into stages that run on torch.distributed.pipelining.
+
+    `model(*args, **kwargs)` returns a scalar loss first; or `loss_fn(model(*args[:-1], **kwargs), args[-1])` does.
+    `args`: one whole batch (real or meta), batch dimension first. `cuts`: see `fxmem.passes.stage_assign.Cuts`, indices in
+    the graph of the first microbatch. `schedule`: "gpipe", "1f1b", "interleaved", "interleaved-zb", "looped-bfs", "zbv",
+    "dualpipev", or a list of actions ("0F0", "1B2", "1I0", "1W0") for each rank. `num_ranks`: default one for each stage
+    (half as many for V-shaped schedules). Raises OptionError, CutError, CaptureError.
+    """
+    name, rows = (schedule, ()) if isinstance(schedule, str) else ("actions", schedule)
+    if name not in SINGLE and name not in SEVERAL and name != "actions":
+        raise OptionError(f"unknown schedule {name!r}: expected one of {', '.join([*SINGLE, *SEVERAL])}, or actions")
+    parts = split_batch(args, kwargs or {}, num_microbatches)
+    pipeline = Pipeline(model, parts, cuts, name, rows, None, loss_fn, loss_weight, plan_stage)
+    ranks = num_ranks or (pipeline.num_stages // 2 if name in V_SHAPED else pipeline.num_stages)
+    pipeline.rank_of = _rank_of(name, pipeline.num_stages, ranks, rows)
+    return pipeline
