@@ -15,7 +15,7 @@ from fxmem.planners.mincut import CutFamily, cut_states
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution, register
 
-_SOLVE_S = 8.0  # default time limit of a small problem
+_SOLVE_S = 9.0  # default time limit of a small problem
 _NUM_KEPT = 6
 _MAX_MOMENTS = 8
 _SHARE_ABOVE = 600  # kernels; below, every storage is worth its own look
@@ -101,28 +101,38 @@ def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) 
 
 
 def search(pool: Pool, deadline_s: float, seed: int) -> None:
-    """Alternate noisy evictions with perturbation of the best states until the deadline or until they stop paying."""
+    """Noisy evictions, each promising one perturbed a little; now and then the best states perturbed for longer. Ends
+    at the deadline or when nothing better has come for long."""
     kernel, budget = pool.kernel, pool.budget_bytes
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
     kernel.seed(seed)
     slice_s = max(0.02, (deadline_s - time.monotonic()) / 16)
     improved_s, known, turn = time.monotonic(), pool.best_s, 0
     while time.monotonic() < min(deadline_s, improved_s + 12 * slice_s):
-        end = min(deadline_s, time.monotonic() + slice_s)
+        end = min(deadline_s, time.monotonic() + 3 * slice_s)
         while time.monotonic() < end:
-            state, setting = noisy.propose()
-            score = pool.improve(state, deadline_s, look=4)
-            if score is not None:
-                over = max(0, score.peak_bytes - budget)
-                noisy.accept(score.extra_s + (1e6 + over if over else 0.0), setting)
-        for _, _, state in pool.fitting[: 1 + turn % 3]:
+            _noisy_step(pool, noisy, deadline_s)
+        for _, _, state in pool.fitting[turn % 2 : turn % 2 + 1]:
             kernel.load(state)
             seconds = min(slice_s, deadline_s - time.monotonic())
-            score = kernel.perturb(budget, seconds, 1 << 20, strength=4, temperature=(1e-3, 3e-3, 0.0)[turn % 3])
-            pool.add(score, kernel.store())
+            pool.add(kernel.perturb(budget, seconds, 1 << 20, temperature=(1e-3, 3e-3, 0.0)[turn % 3]), kernel.store())
         if pool.best_s < known:
             improved_s, known = time.monotonic(), pool.best_s
         turn += 1
+
+
+def _noisy_step(pool: Pool, noisy: NoisyEviction, deadline_s: float) -> None:
+    state, setting = noisy.propose()
+    score = pool.improve(state, deadline_s, look=4)
+    if score is None:
+        return
+    if score.peak_bytes > pool.budget_bytes:
+        noisy.accept(1e6 + score.over_bytes, setting)
+        return
+    if score.extra_s < 1.1 * pool.best_s:
+        score = pool.kernel.perturb(pool.budget_bytes, min(0.05, deadline_s - time.monotonic()), 20, temperature=0.0)
+        pool.add(score, pool.kernel.store())
+    noisy.accept(score.extra_s, setting)
 
 
 def smallest(kernel: Kernel, family: CutFamily, peak_bytes: int, deadline_s: float, seed: int) -> tuple[int, State]:
@@ -196,10 +206,10 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit_s: float, op
     certify(pool, bound, started + 0.2 * limit_s, 1)
     say("candidates")
     if not bound.closes(pool.best_s):
-        quick(pool, family, started + 0.45 * limit_s)
+        quick(pool, family, started + 0.3 * limit_s)
     say("bound")
-    certify(pool, bound, started + 0.6 * limit_s, _MAX_MOMENTS)
-    bound.finish(started + 0.8 * limit_s, pool.best_s)
+    certify(pool, bound, started + 0.35 * limit_s, _MAX_MOMENTS)
+    bound.finish(started + 0.7 * limit_s, pool.best_s)
     for state in bound.states:
         pool.improve(state, started + limit_s)
     say("search")
