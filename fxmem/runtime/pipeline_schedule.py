@@ -171,7 +171,7 @@ def _arrivals(made: Any) -> Callable[[tuple[str, int, int]], bool]:
     used_at: dict[tuple[str, int, int], int] = {}  # position in its own rank's list of every compute action
     for row in rows.values():
         for position, action in enumerate(row):
-            kind = {"F": "F", "B": "B", "I": "B"}.get(str(action.computation_type))
+            kind = {"F": "F", "B": "B", "I": "B"}.get(action.computation_type.value)
             if kind is not None:
                 used_at[kind, action.stage_index, action.microbatch_index] = position
     stages = {stage.stage_index: stage for stage in made.own_stages}
