@@ -55,7 +55,9 @@ def check_model(name: str) -> None:
 
     assert [g.fingerprint for g in graphs] == [ahead.fingerprint]
     assert program_from_joint(graphs[0]).fingerprint == program_from_joint(ahead).fingerprint
-    assert set(dict(module.named_parameters())) <= set(ahead.names.values())
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    named = {id(tensors[name]) for name in ahead.names.values()}
+    assert {id(p) for p in module.parameters()} <= named, "each parameter by one of its names"
     assert len(ahead.sources) > len(ahead.nodes) / 2
     torch.testing.assert_close(gradients(module), gradients(eager), rtol=1e-5, atol=1e-6)
     for (key, ours), theirs in zip(module.named_buffers(), eager.buffers(), strict=True):

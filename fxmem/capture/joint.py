@@ -29,7 +29,8 @@ class JointGraph:
 
     The output node returns a flat list: `num_forward_outputs` values of forward, then one gradient (or None) for each
     forward input. `num_forward_nodes`: nodes before the first that runs in backward. `static_inputs`: placeholders of
-    parameters and buffers; `names`: placeholder -> fully qualified name in the module; `mutated_inputs`: placeholders
+    parameters and buffers; `names`: placeholder -> fully qualified name in the module
+    (of a tied parameter: the one by which forward first reaches it); `mutated_inputs`: placeholders
     whose storage is overwritten at the end of forward, by an op of the graph or by the runtime wrapper;
     `sources`: node -> 'file:line: code' of the model.
     """
