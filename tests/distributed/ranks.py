@@ -1,0 +1,201 @@
+"""Real processes over gloo on this machine: `python -m tests.distributed.ranks SCENARIO ...` prints one JSON line a case.
+
+The parent captures the model and computes the reference; the ranks are forked from it, so they run graphs only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from fxmem.capture import capture
+from fxmem.runtime.pipeline import Pipeline, build_pipeline
+from fxmem.runtime.pipeline_batch import split_batch
+from tests.zoo import build
+
+NUM_STEPS = 3
+RATE = 0.05
+
+
+def even_cuts(model: nn.Module, args: tuple[Any, ...], num_microbatches: int, num_stages: int) -> list[int]:
+    """Equal numbers of forward ops."""
+    part = split_batch(args, {}, num_microbatches)[0]
+    (joint,) = capture(model, part.args, frontend="aot")
+    ops = [i for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
+    return [ops[len(ops) * k // num_stages] for k in range(1, num_stages)]
+
+
+def batch_of(args: tuple[Tensor, ...], num_rows: int) -> tuple[Tensor, ...]:
+    """`args` repeated along the batch dimension, every row another one."""
+    size = args[0].shape[0]
+    return tuple(torch.cat([a.roll(i, -1) for i in range(-(-num_rows // size))])[:num_rows] for a in args)
+
+
+def reference(model: nn.Module, args: tuple[Any, ...], num_microbatches: int) -> list[dict[str, Any]]:
+    """Losses and gradients of `NUM_STEPS` steps of one process that runs the same microbatches."""
+    steps = []
+    for _ in range(NUM_STEPS):
+        model.zero_grad()
+        total = 0.0
+        for part in split_batch(args, {}, num_microbatches):
+            loss = model(*part.args) * (part.num_rows / args[0].shape[0])
+            loss.backward()
+            total += loss.item()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        steps.append({"loss": total, "grads": {n: p.grad.clone() for n, p in named.items() if p.grad is not None}})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+    steps[-1]["buffers"] = {n: b.clone() for n, b in model.named_buffers()}
+    return steps
+
+
+def run_ranks(world_size: int, function: Callable[[int], dict[str, Any]], timeout_s: float = 60) -> list[dict[str, Any]]:
+    """`function(rank)` in a process for each rank; what it returned, or {"error": text}."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("fork")
+        arguments = [(rank, world_size, folder, function, timeout_s) for rank in range(world_size)]
+        processes = [context.Process(target=_rank, args=a) for a in arguments]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s * 2)
+            if process.is_alive():
+                process.kill()
+        results = []
+        for rank in range(world_size):
+            path = os.path.join(folder, f"{rank}.json")
+            results.append(json.load(open(path)) if os.path.exists(path) else {"error": "died"})
+        return results
+
+
+def _rank(rank: int, size: int, folder: str, function: Callable[[int], dict[str, Any]], timeout_s: float) -> None:
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    try:
+        result = function(rank)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    with open(os.path.join(folder, f"{rank}.json"), "w") as file:
+        json.dump(result, file)
+    os._exit(0)
+
+
+def train(pipeline: Pipeline, args: tuple[Any, ...], expected: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Three steps; relative error of this rank's gradients and of the losses, largest error of its buffers."""
+    made = pipeline.stage(rank)
+    stages = made if isinstance(made, list) else [made]
+    schedule = pipeline.schedule(made)
+    held = {name: p for stage in stages for name, p in stage.submod.named_parameters(remove_duplicate=False)}
+    worst = loss_error = 0.0
+    for step in expected:
+        for parameter in held.values():
+            parameter.grad = None
+        loss = schedule.step(*args)
+        mine = {n: p for n, p in held.items() if n in step["grads"]}
+        difference = sum((p.grad - step["grads"][n]).square().sum() for n, p in mine.items())
+        norm = sum(step["grads"][n].square().sum() for n in mine)
+        worst = max(worst, float(difference / norm) ** 0.5)
+        if loss is not None:
+            loss_error = max(loss_error, abs(loss.item() - step["loss"]))
+        for parameter in {id(p): p for p in held.values()}.values():
+            if parameter.grad is not None:
+                parameter.data -= RATE * parameter.grad
+    buffers = {n: b for stage in stages for n, b in stage.submod.named_buffers()}
+    kept = expected[-1]["buffers"]
+    wrong = max((float((b.double() - kept[n].double()).abs().max()) for n, b in buffers.items()), default=0.0)
+    keys = sorted({key for stage in stages for key in stage.submod.state_dict()})
+    return {"gradients": worst, "loss": loss_error, "buffers": wrong, "keys": keys}
+
+
+def case(name: str, schedule: Any, num_ranks: int, num_stages: int, num_microbatches: int, num_rows: int) -> None:
+    """Train model `name` on ranks and print the worst errors."""
+    model, args = build(name)
+    batch = batch_of(args, num_rows)
+    cuts = even_cuts(model, batch, num_microbatches, num_stages)
+    pipeline = build_pipeline(model, batch, cuts, num_microbatches, schedule, num_ranks=num_ranks)
+    other, _ = build(name)
+    expected = reference(other, batch, num_microbatches)
+    results = run_ranks(num_ranks, lambda rank: train(pipeline, batch, expected, rank))
+    errors = [r["error"] for r in results if "error" in r]
+    print(
+        json.dumps(
+            {
+                "model": name,
+                "schedule": schedule if isinstance(schedule, str) else "actions",
+                "errors": errors,
+                "gradients": max((r.get("gradients", 1.0) for r in results), default=1.0),
+                "loss": max(r.get("loss", 1.0) for r in results),
+                "buffers": max(r.get("buffers", 1.0) for r in results),
+                "shared": len(pipeline.shared),
+                "all_keys": sorted({k for r in results for k in r.get("keys", ())}) == sorted(other.state_dict()),
+            }
+        ),
+        flush=True,
+    )
+
+
+def dead_rank() -> None:
+    """Rank 1 dies before its second step; prints what the other one raises."""
+    model, args = build("mlp")
+    cuts = even_cuts(model, args, 4, 2)
+    pipeline = build_pipeline(model, args, cuts, 4, "1f1b")
+
+    def run(rank: int) -> dict[str, Any]:
+        schedule = pipeline.schedule(pipeline.stage(rank))
+        schedule.step(*args)
+        if rank:
+            os._exit(1)
+        schedule.step(*args)
+        return {}
+
+    print(json.dumps(run_ranks(2, run, timeout_s=10)), flush=True)
+
+
+def in_flight(schedule: str, num_stages: int) -> None:
+    """Prints, for 4 and 12 microbatches, the most bytes of tensors that this rank's stages hold for microbatches."""
+    from fxmem.measurement import MemoryTrace
+
+    found = []
+    for count in (4, 12):
+        model, args = build("mlp")
+        batch = batch_of(args, 64 * count)
+        cuts = even_cuts(model, batch, count, num_stages)
+        pipeline = build_pipeline(model, batch, cuts, count, schedule, num_ranks=2)
+
+        def run(rank: int, pipeline: Pipeline = pipeline, batch: tuple[Tensor, ...] = batch) -> dict[str, Any]:
+            schedule = pipeline.schedule(pipeline.stage(rank))
+            schedule.step(*batch)
+            with MemoryTrace("cpu") as trace:
+                schedule.step(*batch)
+            return {"peak": trace.peak_delta_bytes}
+
+        found.append(run_ranks(2, run))
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    scenario, *rest = sys.argv[1:]
+    if scenario == "cases":
+        for text in rest:
+            case(*json.loads(text))
+    elif scenario == "dead":
+        dead_rank()
+    else:
+        in_flight(rest[0], int(rest[1]))
+
+
+if __name__ == "__main__":
+    main()
