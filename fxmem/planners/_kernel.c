@@ -141,7 +141,7 @@ int fx_store(const Ctx *c, uint8_t *saved, int cap, int *b, int *s) {
 }
 
 /* Append the recomputation of kernel `top` and of every missing ancestor, operands first. */
-static int emit_missing(Ctx *c, int top, int segment) {
+int fx_emit_missing(Ctx *c, int top, int segment) {
     int sp = 0;
     c->stk[0] = top; c->stp[0] = c->rp[top];
     while (sp >= 0) {
@@ -167,28 +167,12 @@ static int emit(Ctx *c) {
     for (int s = 0; s < c->S; s++) c->avail[s] = (uint8_t)(c->saved[s] != DROP && c->prod[s] < c->nf);
     c->num_steps = 0;
     for (int b = c->nf; b < c->N; b++) {
-        if (!emit_missing(c, b, b)) return 0;
+        if (!fx_emit_missing(c, b, b)) return 0;
         for (int i = c->head[b]; i >= 0; i = c->next[i]) c->avail[c->val[i]] = 0;
         for (int i = c->aptr[b]; i < c->aptr[b + 1]; i++)
             if (c->saved[c->aval[i]] == DROP) c->avail[c->aval[i]] = 0;
     }
     return 1;
-}
-
-/* Bytes while kernel k runs, given the bytes alive after it; updates `need` and `*alive` to before it.
- * A re-created copy of a storage that is kept to the end is a transient: readers use the kept one. */
-static inline int64_t step_back(Ctx *c, int k, int recompute, int64_t *alive) {
-    int64_t during = *alive + c->ws[k];
-    for (int i = c->wp[k]; i < c->wp[k + 1]; i++) {
-        int w = c->wi[i];
-        if (c->need[w] && !(recompute && c->keep[w])) { c->need[w] = 0; *alive -= c->nb[w]; }
-        else during += c->nb[w];
-    }
-    for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
-        int r = c->ri[i];
-        if (!c->need[r]) { c->need[r] = 1; *alive += c->nb[r]; during += c->nb[r]; }
-    }
-    return during;
 }
 
 static void note(Eval *e, int64_t bytes, int step) {
@@ -202,7 +186,7 @@ static void back_over_forward(Ctx *c, int64_t room, int64_t alive, Eval *e) {
         c->run[k] = (uint8_t)run;
         c->fwmem[k] = 0;
         if (!run) { e->extra -= c->sec[k]; continue; }
-        int64_t m = c->fwmem[k] = step_back(c, k, 0, &alive);
+        int64_t m = c->fwmem[k] = fx_step_back(c, k, 0, &alive);
         if (m > room) e->over += (double)(m - room);
         note(e, m, -1 - k);
     }
@@ -216,7 +200,7 @@ Eval fx_eval(Ctx *c, int64_t room) {
     for (int t = c->num_steps - 1; t >= 0; t--) {
         int k = c->E[t], redo = k < c->nf;
         if (redo) e.extra += c->sec[k];
-        int64_t m = c->mem[t] = step_back(c, k, redo, &alive);
+        int64_t m = c->mem[t] = fx_step_back(c, k, redo, &alive);
         if (m > worst) worst = m;
         note(&e, m, t);
         if (t == 0 || c->seg[t - 1] != c->seg[t]) {

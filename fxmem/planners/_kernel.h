@@ -43,6 +43,8 @@ typedef struct {
     uint64_t rng;
 } Ctx;
 
+typedef struct { uint8_t *saved; int *head, *next, *val, drops, free_drop; } Snapshot;
+
 void fx_clear(Ctx *c);
 void fx_unsettle(Ctx *c);
 Eval fx_eval(Ctx *c, int64_t room);
@@ -52,4 +54,27 @@ int fx_has_drop(const Ctx *c, int b, int s);
 double fx_uniform(Ctx *c);
 double fx_normal(Ctx *c);
 double fx_now(void);
+int fx_emit_missing(Ctx *c, int top, int segment);
+void fx_touches_before(Ctx *c, int worst);
+void fx_settle(Ctx *c);
+Snapshot fx_snap_new(const Ctx *c);
+void fx_snap_take(const Ctx *c, Snapshot *s);
+void fx_snap_put(Ctx *c, const Snapshot *s);
+void fx_snap_free(Snapshot *s);
+
+/* Bytes while kernel k runs, given the bytes alive after it; updates `need` and `*alive` to before it.
+ * A re-created copy of a storage that is kept to the end is a transient: readers use the kept one. */
+static inline int64_t fx_step_back(Ctx *c, int k, int recompute, int64_t *alive) {
+    int64_t during = *alive + c->ws[k];
+    for (int i = c->wp[k]; i < c->wp[k + 1]; i++) {
+        int w = c->wi[i];
+        if (c->need[w] && !(recompute && c->keep[w])) { c->need[w] = 0; *alive -= c->nb[w]; }
+        else during += c->nb[w];
+    }
+    for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
+        int r = c->ri[i];
+        if (!c->need[r]) { c->need[r] = 1; *alive += c->nb[r]; during += c->nb[r]; }
+    }
+    return during;
+}
 #endif

@@ -38,7 +38,7 @@ static void alive_across(Ctx *c, int worst) {
 
 /* c->last[s]: segment of the last touch of s before step `worst` (-1: none in backward);
  * c->avail[s]: 1 if its instance there was made in backward. */
-static void touches_before(Ctx *c, int worst) {
+void fx_touches_before(Ctx *c, int worst) {
     for (int s = 0; s < c->S; s++) { c->last[s] = -1; c->avail[s] = 0; }
     for (int t = 0; t < worst; t++) {
         int k = c->E[t];
@@ -51,7 +51,7 @@ static void touches_before(Ctx *c, int worst) {
 static void collect(Ctx *c, int worst, Moves *m) {
     m->n = 0;
     alive_across(c, worst);
-    touches_before(c, worst);
+    fx_touches_before(c, worst);
     for (int s = 0; s < c->S; s++) {
         if (!c->need[s] || !c->cand[s]) continue;
         if (!c->avail[s] && c->saved[s] != DROP) push(m, T_UNSAVE, s, 0);
@@ -155,9 +155,9 @@ static void list_dead(Ctx *c) {
 
 /* Make what the last evaluation did explicit, without changing it. Keeps that it found unused are dropped, and values
  * recomputed but not used again count as forgotten: else the next decision would silently hold on to them. */
-static void settle(Ctx *c) {
+void fx_settle(Ctx *c) {
     for (int s = 0; s < c->S; s++) if (c->cand[s] && c->saved[s] == KEEP && !c->used[s]) c->saved[s] = DROP;
-    touches_before(c, c->num_steps);
+    fx_touches_before(c, c->num_steps);
     for (int b = c->nf; b < c->N; b++) {
         for (int i = c->head[b], after; i >= 0; i = after) {
             after = c->next[i];
@@ -202,7 +202,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
     Guess g = new_guess(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
-    settle(c);
+    fx_settle(c);
     while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !(deadline > 0 && fx_now() > deadline)) {
         collect(c, e.worst, &m);
         int i = best_move(c, &m, &g, e, room, look, noise);
@@ -210,7 +210,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
         fx_apply(c, m.at[i].t);
         e = fx_eval(c, room);
         e = repeat_in_class(c, &m, i, e, room);
-        settle(c);
+        fx_settle(c);
     }
     free_guess(&g); free(m.at);
     *out = e;
@@ -236,7 +236,7 @@ static int accepts(Ctx *c, Eval *e, int64_t room, int removes) {
     int better = f.extra < e->extra - 1e-12 * c->total;
     if (f.peak > room || !(better || (removes && f.extra <= e->extra))) return 0;
     *e = f;
-    settle(c);
+    fx_settle(c);
     return 1 + better;
 }
 
@@ -269,7 +269,7 @@ static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, doub
 void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
-    settle(c);
+    fx_settle(c);
     for (int gain = 1, left = 3; gain && left > 0 && looks > 0 && e.peak <= room; left--) {
         decisions(c, &m);
         qsort(m.at, (size_t)m.n, sizeof(Move), by_price);
@@ -279,9 +279,7 @@ void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
     free(m.at);
 }
 
-typedef struct { uint8_t *saved; int *head, *next, *val, drops, free_drop; } Snapshot;
-
-static Snapshot snap_new(const Ctx *c) {
+Snapshot fx_snap_new(const Ctx *c) {
     Snapshot s;
     size_t n = (size_t)c->cap_drops;
     s.saved = malloc((size_t)c->S + 1);
@@ -290,7 +288,7 @@ static Snapshot snap_new(const Ctx *c) {
     return s;
 }
 
-static void snap_take(const Ctx *c, Snapshot *s) {
+void fx_snap_take(const Ctx *c, Snapshot *s) {
     memcpy(s->saved, c->saved, (size_t)c->S);
     memcpy(s->head, c->head, sizeof(int) * ((size_t)c->N + 1));
     memcpy(s->next, c->next, sizeof(int) * (size_t)c->cap_drops);
@@ -298,7 +296,7 @@ static void snap_take(const Ctx *c, Snapshot *s) {
     s->drops = c->drops; s->free_drop = c->free_drop;
 }
 
-static void snap_put(Ctx *c, const Snapshot *s) {
+void fx_snap_put(Ctx *c, const Snapshot *s) {
     memcpy(c->saved, s->saved, (size_t)c->S);
     memcpy(c->head, s->head, sizeof(int) * ((size_t)c->N + 1));
     memcpy(c->next, s->next, sizeof(int) * (size_t)c->cap_drops);
@@ -307,7 +305,7 @@ static void snap_put(Ctx *c, const Snapshot *s) {
     fx_unsettle(c);
 }
 
-static void snap_free(Snapshot *s) { free(s->saved); free(s->head); free(s->next); free(s->val); }
+void fx_snap_free(Snapshot *s) { free(s->saved); free(s->head); free(s->next); free(s->val); }
 
 /* A random single change: mostly one near a random step of backward. */
 static Toggle random_toggle(Ctx *c, Moves *m) {
@@ -327,11 +325,11 @@ static Toggle random_toggle(Ctx *c, Moves *m) {
 
 /* Undo a few random decisions, repair with noise, polish; keep what is not worse by more than a falling temperature. */
 int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperature, double deadline, Eval *out) {
-    Snapshot best = snap_new(c), now = snap_new(c);
+    Snapshot best = fx_snap_new(c), now = fx_snap_new(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room), top = e;
     int done = 0;
-    snap_take(c, &best); snap_take(c, &now);
+    fx_snap_take(c, &best); fx_snap_take(c, &now);
     for (; done < rounds && fx_now() < deadline; done++) {
         int flips = 1 + (int)(fx_uniform(c) * strength);
         decisions(c, &m);
@@ -343,24 +341,24 @@ int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperatur
         double limit = e.extra - temperature * (1.0 - (double)done / rounds) * c->total * log(fx_uniform(c) + 1e-300);
         if (ok && f.extra <= limit) {
             e = f;
-            snap_take(c, &now);
-            if (f.extra < top.extra - 1e-12 * c->total) { top = f; snap_take(c, &best); }
-        } else snap_put(c, &now);
+            fx_snap_take(c, &now);
+            if (f.extra < top.extra - 1e-12 * c->total) { top = f; fx_snap_take(c, &best); }
+        } else fx_snap_put(c, &now);
     }
-    snap_put(c, &best);
+    fx_snap_put(c, &best);
     *out = fx_eval(c, room);
-    snap_free(&best); snap_free(&now); free(m.at);
+    fx_snap_free(&best); fx_snap_free(&now); free(m.at);
     return done;
 }
 
 /* Metropolis over single changes; cost = extra seconds + weight * overflow. Ends in the best feasible state seen. */
 int fx_anneal(Ctx *c, int64_t room, int rounds, double t0, double t1, double weight, double deadline, Eval *out) {
-    Snapshot best = snap_new(c);
+    Snapshot best = fx_snap_new(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room), top = e;
     int done = 0;
     decisions(c, &m);
-    snap_take(c, &best);
+    fx_snap_take(c, &best);
     for (; done < rounds; done++) {
         if ((done & 63) == 0) {
             if (fx_now() > deadline) break;
@@ -378,15 +376,15 @@ int fx_anneal(Ctx *c, int64_t room, int rounds, double t0, double t1, double wei
             continue;
         }
         e = f;
-        settle(c);
+        fx_settle(c);
         int fits = e.peak <= room, top_fits = top.peak <= room;
         if ((fits && !top_fits) || (fits && e.extra < top.extra - 1e-12 * c->total) || (!top_fits && e.peak < top.peak)) {
             top = e;
-            snap_take(c, &best);
+            fx_snap_take(c, &best);
         }
     }
-    snap_put(c, &best);
+    fx_snap_put(c, &best);
     *out = fx_eval(c, room);
-    snap_free(&best); free(m.at);
+    fx_snap_free(&best); free(m.at);
     return done;
 }

@@ -171,7 +171,14 @@ def _first_fit(pool: Pool, family: CutFamily, deadline_s: float, seed: int) -> N
 
 @register("auto")
 def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Least extra time found under the budget in `solve_s`. Raises BudgetInfeasible with the smallest peak found."""
+    """Least extra time found under the budget in `solve_s`, offloading to `tiers` if the machine has them.
+
+    Raises BudgetInfeasible with the smallest peak found.
+    """
+    if options.tiers and options.machine.links:
+        from fxmem.planners.offload import plan_with_offload
+
+        return plan_with_offload(problem, budget_bytes, options)
     limit_s = default_limit_s(problem) if options.solve_s is None else options.solve_s
     kernel = Kernel(problem)
     if problem.num_kernels > _SHARE_ABOVE:

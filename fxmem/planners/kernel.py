@@ -25,7 +25,8 @@ import numpy.typing as npt
 from fxmem.errors import FxmemError
 from fxmem.planners.problem import IntArray, Problem
 
-SOURCES = ("_kernel.c", "_evict.c", "_search.c")
+SOURCES = ("_kernel.c", "_evict.c", "_search.c", "_offload.c", "_offload_search.c")
+HEADERS = ("_kernel.h", "_offload.h")
 _SMALL_SHARE = 1e-3  # storages whose sizes add up to this share of all that backward could keep are always kept
 
 
@@ -93,7 +94,7 @@ def _build(target: Path) -> None:
 def _library_path() -> Path:
     """The installed extension unless its sources are newer (a working tree), then a cached build of them."""
     folder = Path(__file__).parent
-    sources = [folder / name for name in (*SOURCES, "_kernel.h")]
+    sources = [folder / name for name in (*SOURCES, *HEADERS)]
     newest = max(s.stat().st_mtime for s in sources) if all(s.exists() for s in sources) else 0.0
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         built = folder / f"_kernel{suffix}"
@@ -140,14 +141,15 @@ def candidates(problem: Problem) -> npt.NDArray[np.uint8]:
     not so small that together they are a thousandth of what could be saved."""
     made = problem.producer
     good = (made >= 0) & (made < problem.num_forward) & ~problem.keep_to_end
-    good &= problem.recomputable[np.maximum(made, 0)] & ~_mutated(problem)
+    good &= problem.recomputable[np.maximum(made, 0)] & ~mutated(problem)
     sizes = np.sort(problem.nbytes[good])
     total = np.cumsum(sizes)
     small = sizes[total <= _SMALL_SHARE * total[-1]] if len(sizes) else sizes
     return (good & (problem.nbytes > (small[-1] if len(small) else 0))).astype(np.uint8)
 
 
-def _mutated(problem: Problem) -> npt.NDArray[np.bool_]:
+def mutated(problem: Problem) -> npt.NDArray[np.bool_]:
+    """Storages that some op writes in place."""
     mask = np.zeros(problem.num_storages, dtype=np.bool_)
     for op in problem.program.ops:
         mask[list(op.mutates)] = True

@@ -18,12 +18,14 @@ class Options:
     """What every planner may use.
 
     `solve_s`: time limit in seconds (None: the planner's own choice). `tiers`: where bytes may be offloaded to.
-    `machine`: links of those tiers. `progress`: called with (seconds spent, message) now and then.
+    `machine`: links of those tiers. `pinned`: storages that may not be offloaded. `progress`: called with (seconds
+    spent, message) now and then.
     """
 
     solve_s: float | None = None
     tiers: tuple[Tier, ...] = ()
     machine: Machine = field(default_factory=Machine)
+    pinned: frozenset[int] = frozenset()
     seed: int = 0
     progress: Callable[[float, str], None] | None = None
 
