@@ -11,7 +11,6 @@ from torch import nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, capture
-from fxmem.capture.errors import unwrapped_errors
 from fxmem.driver import plan_graph
 from fxmem.errors import CaptureError, OptionError
 from fxmem.ir.program import Program
@@ -38,8 +37,7 @@ class CompiledModule(nn.Module):
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with unwrapped_errors():
-            return self.__dict__["compiled"](*args, **kwargs)
+        return self.__dict__["step"].call(self.__dict__["compiled"], args, kwargs)
 
     def train(self, mode: bool = True) -> CompiledModule:
         self.__dict__["model"].train(mode)
@@ -87,8 +85,7 @@ class CompiledFunction:
         self.step, self._compiled = compile_step(_with_loss(function, made), made)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with unwrapped_errors():
-            return self._compiled(*args, **kwargs)
+        return self.step.call(self._compiled, args, kwargs)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan again, for another budget, at the next call; Dynamo does not run again. Raises OptionError."""

@@ -15,7 +15,7 @@ from fxmem.driver import annotated_program, planner_options
 from fxmem.errors import BudgetInfeasible, CaptureError, OptionError
 from fxmem.ir.program import Program
 from fxmem.options import Settings
-from fxmem.planning import Plan, make_plan
+from fxmem.planning import make_plan
 from fxmem.units import resolve_budget
 
 NUM_ROUNDS = 8
@@ -39,16 +39,18 @@ def largest_batch(
     symbol = batch_symbol(joint)
     program = annotated_program(joint, made, may_run=False)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
-    batch, found = 1, 0
+    batch, best, least_bytes = program.hints[symbol], 0, 0
     for _ in range(NUM_ROUNDS):
-        plan = _tightest(program.at({**program.hints, symbol: batch}), budget_bytes, made)
-        if plan.peak_bytes > budget_bytes:
-            break
+        at_batch = program.at({**program.hints, symbol: batch})
+        plan = make_plan(at_batch, "min", made.planner, planner_options(program, made))
+        least_bytes = plan.peak_bytes_at({**program.hints, symbol: 1})
         found = solve_max(plan.peak_expr, symbol, budget_bytes)
-        batch = found + 1
-    if not found:
-        raise BudgetInfeasible(budget_bytes, plan.peak_bytes, where=" with a batch of 1")
-    return found
+        if found <= best:
+            break
+        best, batch = found, found + 1
+    if not best:
+        raise BudgetInfeasible(budget_bytes, least_bytes, where=" with a batch of 1")
+    return best
 
 
 def capture_batch(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> JointGraph:
@@ -72,12 +74,3 @@ def batch_symbol(joint: JointGraph) -> str:
             if name is not None:
                 return name
     raise CaptureError("the model fixes its batch size to a number (give a batch of at least 2)")
-
-
-def _tightest(program: Program, budget_bytes: int, made: Settings) -> Plan:
-    """A plan within the budget, or else the one with the smallest peak."""
-    options = planner_options(program, made)
-    try:
-        return make_plan(program, budget_bytes, made.planner, options)
-    except BudgetInfeasible:
-        return make_plan(program, "min", made.planner, options)

@@ -269,7 +269,10 @@ def compile_with_inductor(
     """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"custom_partitioner_fn": _InductorPartitioner(partition, key)}
+    patches = {
+        "custom_partitioner_fn": _InductorPartitioner(partition, key),
+        "reorder_for_peak_memory": False,  # the plan's order is the order: transfers would be moved past each other
+    }
     with no_aot_cache():
         compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
     run: Callable[..., Any] = compiled
@@ -357,7 +360,7 @@ def min_cut_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int], budget: float
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's min-cut partitioner with `activation_memory_budget=budget` in [0, 1]: what the benches compare with."""
-    from functorch.compile import min_cut_rematerialization_partition as split
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as split
 
     with functorch_config.patch(activation_memory_budget=budget):
         halves: tuple[fx.GraphModule, fx.GraphModule] = split(
@@ -367,7 +370,7 @@ def min_cut_partition(
 
 
 def pipelining() -> Any:
-    """torch.distributed.pipelining's schedules module: `_PipelineScheduleRuntime`, `_Action`, `_batch_p2p` and so on."""
+    """torch.distributed.pipelining's schedules module: `_PipelineScheduleRuntime`, `_Action`, `_batch_p2p`, ..."""
     from torch.distributed.pipelining import schedules
 
     return schedules
@@ -379,3 +382,8 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
     leaves, spec = tree_flatten(tree)
     return leaves, lambda new: tree_unflatten(new, spec)
+
+
+def fake_inputs(module: fx.GraphModule) -> list[Any]:
+    """The fake tensors and sizes that stand for the inputs of a graph that Dynamo captured."""
+    return [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]

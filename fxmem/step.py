@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,15 @@ from torch import fx, nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.errors import unwrapped_errors
 from fxmem.driver import plan_graph
-from fxmem.errors import BudgetInfeasible
+from fxmem.errors import BudgetInfeasible, CaptureError
 from fxmem.ir.program import Program
 from fxmem.lower import backend, split
 from fxmem.measurement import MemoryTrace, device_of
 from fxmem.options import Settings
 from fxmem.passes import rewrite
+from fxmem.passes.offload import open_transfers
 from fxmem.planning import Plan
 from fxmem.reach import reachable_tensors, storages
 from fxmem.report.decisions import standing_at_peak
@@ -71,9 +74,9 @@ class Step:
 
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend of this step."""
-        graph = Graph(self, module, example_inputs)
+        graph = Graph(self, module)
         self.graphs.append(graph)
-        graph.compile()
+        graph.compile(example_inputs)
         return graph
 
     def check(self, args: Sequence[Any]) -> None:
@@ -87,6 +90,14 @@ class Step:
         if existing_bytes > self._gradient_bytes:
             self._gradient_bytes = existing_bytes
             self.plan_again()
+
+    def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
+        with unwrapped_errors():
+            result = compiled(*args, **kwargs)
+        if torch.is_grad_enabled() and self.settings.budget is not None and not self.graphs:
+            raise CaptureError("Dynamo found no graph in the step, so it ran without a plan (a graph break in a loop?)")
+        return result
 
     def set_budget(self, budget: Budget) -> None:
         """Hold the step to another budget from its next call on. Raises OptionError."""
@@ -150,20 +161,20 @@ class Step:
 class Graph:
     """One graph that Dynamo captured: callable, planned and compiled anew whenever the step says so."""
 
-    def __init__(self, step: Step, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, step: Step, module: fx.GraphModule) -> None:
         self.step = step
         self.module = module
-        self.example_inputs = example_inputs
+        self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.plan: Plan | None = None
         self.budget_bytes: int | None = None
         self.sizes: Mapping[str, int] = {}
         self.generation = step.generation
         self._code: Callable[..., Any] = module
 
-    def compile(self) -> None:
+    def compile(self, example_inputs: Sequence[Any]) -> None:
         """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch."""
         key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
-        self._code = backend(self._partition, self.step.settings.inner, key)(self.module, self.example_inputs)
+        self._code = backend(self._partition, self.step.settings.inner, key)(self.module, example_inputs)
         self.generation = self.step.generation
 
     def __call__(self, *args: Any) -> Any:
@@ -175,18 +186,25 @@ class Graph:
                 self._check_sizes(args)
             trace = self.step.start_trace(args)
             if trace is not None:
-                outputs = self._code(*args)
-                trace.end_with_backward_of(outputs)
-                return outputs
+                return self._traced(trace, args)
         return self._code(*args)
 
+    def _traced(self, trace: MemoryTrace, args: Sequence[Any]) -> Any:
+        try:
+            outputs = self._code(*args)
+        except BaseException:
+            trace.abandon()
+            raise
+        trace.end_with_backward_of(outputs)
+        return outputs
+
     def _compile_again(self) -> None:
-        with compat.retracing(self.example_inputs):
-            self.compile()
+        with compat.retracing(self.fake_inputs):
+            self.compile(self.fake_inputs)
 
     def _check_sizes(self, args: Sequence[Any]) -> None:
         """Plan again for the sizes of this call if the plan in force would exceed its budget with them."""
-        plan, values = self.plan, compat.symbol_values(self.example_inputs, args)
+        plan, values = self.plan, compat.symbol_values(self.fake_inputs, args)
         if plan is None or plan.budget_bytes is None:
             return
         if plan.peak_bytes_at(values) > plan.budget_bytes:
@@ -200,7 +218,11 @@ class Graph:
         budget = asked if self.budget_bytes is None or asked == "min" else self.budget_bytes
         self.plan = plan_graph(joint, step.settings, budget, step.resident_bytes, self.sizes)
         self.budget_bytes = self.plan.budget_bytes
-        return split(rewrite(joint, self.plan.program, self.plan.actions))
+        transfers = open_transfers(self.plan.program, self.plan.actions, step.settings.offload_dir)
+        forward, backward = split(rewrite(joint, self.plan.program, self.plan.actions, transfers.key))
+        owner = backward if step.settings.inner == "eager" else self  # what lives as long as a backward may come
+        weakref.finalize(owner, transfers.close)
+        return forward, backward
 
 
 def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:

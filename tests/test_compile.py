@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models import Blocks, Net, blocks, gradients
 from torch import nn
 
 import fxmem
+from tests.models import Blocks, Net, blocks, gradients
 
 
 def run(step, args):
@@ -165,11 +165,11 @@ def test_function_with_loss_outside_of_the_graph():
 def test_graph_break_is_still_one_step():
     class Broken(Blocks):
         def forward(self, x, y):
-            for i, block in enumerate(self.blocks):
-                x = x + block(x)
-                if i == 1:
-                    torch._dynamo.graph_break()  # noqa: TID251
-            return F.mse_loss(x * self.scale, y)
+            x = x + self.blocks[0](x)
+            x = x + self.blocks[1](x)
+            torch.compiler.graph_break() if hasattr(torch.compiler, "graph_break") else print(end="")
+            x = x + self.blocks[2](x)
+            return F.mse_loss((x + self.blocks[3](x)) * self.scale, y)
 
     torch.manual_seed(0)
     module = Broken()
@@ -188,6 +188,20 @@ def test_graph_break_is_still_one_step():
     assert len(step.plans) == 2
     assert fxmem.measure(lambda: run(step, args)).peak_bytes <= int(0.85 * peak)
     module.zero_grad()
+
+
+def test_a_model_that_dynamo_gives_up_on_is_not_run_over_the_budget_silently():
+    class Looped(Blocks):
+        def forward(self, x, y):
+            for block in self.blocks:
+                x = x + block(x)
+                print(end="")
+            return F.mse_loss(x * self.scale, y)
+
+    _, args = blocks()
+    step = fxmem.compile(Looped(), budget=0.5)
+    with pytest.raises(fxmem.CaptureError, match="no graph"):
+        step(*args)
 
 
 def test_backward_skipped_or_failing_leaves_no_trace():

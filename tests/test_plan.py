@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from tests.models import Blocks, blocks, gradients
 from torch import nn
 
 import fxmem
+from tests.models import Blocks, blocks, gradients
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def test_a_tampered_schedule_is_refused(planned, tmp_path):
     data = planned[2].to_json()
     data["actions"] = [row for row in data["actions"] if row[0] != "Recompute"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(fxmem.PlanMismatch, match="not on the device"):
+    with pytest.raises(fxmem.PlanMismatch, match="does not hold a valid plan"):
         fxmem.Plan.load(tmp_path / "plan.json")
 
 
 def test_meta_and_fake_give_the_graph_of_real_tensors(planned):
-    module, args, plan = planned
+    _, args, plan = planned
     with torch.device("meta"):
         meta = Blocks()
         meta_args = tuple(torch.empty_like(x, device="meta") for x in args)
@@ -120,5 +120,5 @@ def test_uncapturable_model_names_its_line():
         def forward(self, x):
             return torch.tensor(x.sum().item() * 2.0, requires_grad=True) * x.tolist()[0]
 
-    with pytest.raises(fxmem.CaptureError, match="test_plan.py"):
+    with pytest.raises(fxmem.CaptureError, match="test_plan"):
         fxmem.plan(Prints(), (torch.randn(4),))
