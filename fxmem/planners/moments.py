@@ -111,6 +111,10 @@ class MomentModel:
         before[list(touched)] = True
         return int(p.nbytes[before].sum() + p.workspace_bytes[moment]), touched
 
+    def build(self, backward: list[int], forward: list[int]) -> Build:
+        """The MILP with these moments."""
+        return Build(self, backward, forward)
+
     def solve(
         self,
         moments: Sequence[int],
@@ -121,7 +125,7 @@ class MomentModel:
     ) -> Answer:
         """Optimise with memory constrained at `moments` only, looking only for plans that add less than `cutoff_s`."""
         backward = sorted({m for m in moments if m >= self.problem.num_forward})
-        build = _Build(self, backward, [m for m in moments if m < self.problem.num_forward])
+        build = self.build(backward, [m for m in moments if m < self.problem.num_forward])
         if not build.feasible:
             return Answer(np.inf, None, True)
         if np.isfinite(cutoff_s):
@@ -132,7 +136,7 @@ class MomentModel:
         entries = (np.array(rows.data), (np.array(rows.rows), np.array(rows.cols)))
         result: Any = milp(
             cost,
-            integrality=np.full(len(cost), int(integral)),
+            integrality=int(integral) * (np.arange(len(cost)) < build.num_integral),
             bounds=Bounds(np.zeros(len(cost)), build.upper),
             constraints=LinearConstraint(
                 coo_matrix(entries, shape=(len(rows.low), len(cost))).tocsc(), np.array(rows.low), np.inf
@@ -149,7 +153,7 @@ class MomentModel:
         return Answer(min(bound, cutoff_s), state, result.status == 0)
 
 
-class _Build:
+class Build:
     """Variables, constraints, objective and extraction for one list of moments."""
 
     def __init__(self, model: MomentModel, backward: list[int], forward: list[int]) -> None:
@@ -168,12 +172,16 @@ class _Build:
         self.upper = np.ones(size)
         again = p.recomputable[model.kernels] if model.kernels else np.zeros(0)
         self.upper[self.num_keep : self.num_keep + num_run] = np.tile(again, self.num_segments)
-        self.rows, self.feasible = _Rows(), True
+        self.rows, self.feasible, self.num_integral = _Rows(), True, size
+        self.add_columns()
         self._forward_rows()
         for segment in range(self.num_segments):
             self._segment_rows(segment)
         for moment in forward:
             self._forward_memory(moment)
+
+    def add_columns(self) -> None:
+        """Continuous variables of models built on this one: append to `cost` and `upper`."""
 
     def keep(self, segment: int, v: int) -> int:
         """Column of keep[segment, v]; -1 if v is always there."""

@@ -7,20 +7,25 @@ Recompute-only plans are among the starts, so the result is never worse than one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
 from fxmem.planners.bound import free_lunch_s
+from fxmem.planners.evict import evicted_states
 from fxmem.planners.kernel import State
+from fxmem.planners.mincut import CutFamily
+from fxmem.planners.offload_bound import OffloadBound
 from fxmem.planners.offload_kernel import JointKernel, JointScore, offloadable
 from fxmem.planners.offload_states import JointCutFamily, first_states, three_way_states
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution
+from fxmem.schedule import simulate
 from fxmem.schedule.actions import Tier
 
 _CLOSED = 1e-4  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
+_VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
 _OVERFLOW_WEIGHT = 4.0  # of the step's seconds, for overflowing by all bytes there are
 
 
@@ -72,6 +77,8 @@ class JointPool:
         return score
 
     def improve_all(self, states: Iterable[State], deadline_s: float) -> None:
+        if self.is_closed:
+            return
         for state in states:
             self.improve(state, deadline_s)
             if self.is_closed or time.monotonic() > deadline_s:
@@ -118,26 +125,104 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
     if tier is None:
         raise OptionError(f"the machine has no {' or '.join(options.tiers)} tier")
     limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
-    started = time.monotonic()
-    kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
-    pool = JointPool(kernel, budget_bytes, -free_lunch_s(problem))
-    kernel.load(kernel.all_saved())
-    peak_bytes = kernel.evaluate(budget_bytes).peak_bytes
-    pool.improve(kernel.all_saved(), started + limit_s)
-    if not pool.is_closed and budget_bytes >= problem.base_bytes:
-        improve(pool, peak_bytes, started, limit_s, options)
+    run = _Run(problem, budget_bytes, options, tier, limit_s)
+    run.start()
+    if not run.pool.is_closed and budget_bytes >= problem.base_bytes:
+        run.improve()
+    pool = run.pool
     if pool.best is None:
-        raise BudgetInfeasible(budget_bytes, peak_bytes)
-    notes = {"tier": tier, "candidates": len(pool.seen), "work": kernel.two_way.work}
-    return Solution(kernel.actions(pool.best, budget_bytes, tier), pool.floor_s, notes)
+        pool.improve(run.smallest(), 0.0)
+    if pool.best is None:
+        raise run.infeasible()
+    notes = {"tier": tier, "candidates": len(pool.seen), "work": run.kernel.two_way.work}
+    return Solution(run.kernel.actions(pool.best, budget_bytes, tier), pool.floor_s, notes)
 
 
-def improve(pool: JointPool, peak_bytes: int, started: float, limit_s: float, options: Options) -> None:
-    """Everything the joint planner knows, until nothing is left to gain or time is up."""
-    kernel, budget = pool.kernel, pool.budget_bytes
-    family = JointCutFamily(kernel)
-    pool.improve_all(first_states(kernel, family, budget, peak_bytes), started + 0.25 * limit_s)
-    if not pool.is_closed:
-        pool.improve_all(three_way_states(kernel, family, budget), started + 0.4 * limit_s)
-    if not pool.is_closed:
-        search(pool, started + limit_s, options.seed)
+class _Run:
+    """One call of the joint planner; deadlines are shares of `limit_s`."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, limit_s: float) -> None:
+        self.started, self.limit_s, self.options = time.monotonic(), limit_s, options
+        self.kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
+        self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
+        self.budget_bytes = budget_bytes
+        self.kernel.load(self.kernel.all_saved())
+        self.peak_bytes = self.kernel.evaluate(budget_bytes).peak_bytes
+        self.least = (self.peak_bytes, self.kernel.all_saved())  # the smallest peak found, if it was looked for
+
+    def until(self, share: float) -> float:
+        """The moment at which `share` of the time is spent."""
+        return self.started + share * self.limit_s
+
+    def start(self) -> None:
+        """Greedily from everything saved: often enough on a fast link."""
+        self.pool.improve(self.kernel.all_saved(), self.until(0.5))
+
+    def improve(self) -> None:
+        """Everything the joint planner knows, until nothing is left to gain or time is up."""
+        kernel, pool, budget = self.kernel, self.pool, self.budget_bytes
+        family, bound = JointCutFamily(kernel), OffloadBound(kernel, budget, pool.floor_s)
+        pool.improve_all(first_states(kernel, family, budget, self.peak_bytes), self.until(0.15))
+        self.certify(bound, self.until(0.25))
+        pool.improve_all(self.recomputing(family, self.until(0.4)), self.until(0.45))
+        pool.improve_all(three_way_states(kernel, family, budget), self.until(0.5))
+        if not pool.is_closed:
+            bound.solve(self.until(0.7), True, pool.best_s)
+            self.learn(bound)
+        if not pool.is_closed:
+            search(pool, self.until(1.0), self.options.seed)
+
+    def certify(self, bound: OffloadBound, deadline_s: float) -> None:
+        """Linear bounds, moment by moment; what the solver proposes is a candidate."""
+        while not self.pool.is_closed and time.monotonic() < deadline_s:
+            if not bound.step(deadline_s, False):
+                return
+            self.learn(bound)
+
+    def learn(self, bound: OffloadBound) -> None:
+        """Take the bound, and the solver's last proposal as a candidate."""
+        self.pool.floor_s = max(self.pool.floor_s, bound.seconds)
+        if bound.states:
+            self.pool.improve(bound.states[-1], self.until(1.0))
+
+    def recomputing(self, family: CutFamily, deadline_s: float) -> Iterator[State]:
+        """Good recompute-only plans of this budget and of looser ones, the rest being left to the link."""
+        for share in _VIRTUAL_SHARES:
+            budget = int(self.budget_bytes + share * (self.peak_bytes - self.budget_bytes))
+            pool = recompute.Pool(self.kernel.two_way, budget, self.peak_bytes)
+            now = time.monotonic()
+            recompute.quick(pool, family, now + (deadline_s - now) / 3)
+            yield from [state for *_, state in pool.fitting[:2]]
+
+    def smallest(self) -> State:
+        """Bisect for the smallest peak that greedy repair reaches, from where recomputation alone gets."""
+        kernel, family = self.kernel, CutFamily(self.kernel.problem, self.kernel.cand)
+        deadline_s = time.monotonic() + self.limit_s
+        seed, peak = self.options.seed, self.peak_bytes
+        found = recompute.smallest(kernel.two_way, family, peak, time.monotonic() + self.limit_s / 2, seed)
+        low, best = kernel.problem.base_bytes, found
+        while best[0] - low > max(1, best[0] // 1000) and time.monotonic() < deadline_s:
+            middle = (low + best[0]) // 2
+            pool = JointPool(kernel, middle, float("-inf"))
+            for state in (best[1], kernel.all_saved(), *evicted_states(kernel.two_way, middle, peak, (0.0, 0.3))):
+                pool.improve(state, deadline_s, passes=0)
+                if pool.best is not None:
+                    break
+            if pool.nearest is not None and pool.nearest[0] < best[0]:
+                best = pool.nearest
+            if pool.best is None:
+                low = middle
+        self.least = best
+        return best[1]
+
+    def infeasible(self) -> BudgetInfeasible:
+        """The error that names the smallest feasible budget found and what stands at its peak."""
+        least, state = self.least
+        problem = self.kernel.problem
+        tier = next(iter(self.options.machine.links))
+        result = simulate(problem.program, self.kernel.actions(state, least, tier), self.options.machine)
+        step = result.peak_step
+        alive = [s for s, first, last in result.lifetimes if first <= step <= last and problem.producer[s] >= 0]
+        names = [(problem.program.ops[problem.program.producer[s]].name, int(problem.nbytes[s])) for s in alive]
+        names.append(("parameters, inputs and whatever else is resident", problem.base_bytes))
+        return BudgetInfeasible(self.budget_bytes, least, sorted(names, key=lambda item: -item[1])[:8])

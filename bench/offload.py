@@ -1,0 +1,114 @@
+"""Planners that move bytes off the device, on captured graphs: extra time, waiting, bytes moved, bound, solving time.
+
+    python -m bench.offload DIR [--instances a,b] --budgets 0.7,0.5 --rho 0.25,1,4 --planners auto,offload-dp [--json]
+
+DIR holds programs in the JSON format of `Program.from_json`. rho = (seconds to move everything that forward saves for
+backward once) / (seconds of the step's ops) sets the bandwidth of the link: full duplex, no latency. The planner
+`recompute` is `auto` without a tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import show
+from fxmem.errors import BudgetInfeasible
+from fxmem.ir.program import Program
+from fxmem.planners import Options
+from fxmem.planners.problem import Problem, reduce_program
+from fxmem.planning import Plan, make_plan
+from fxmem.schedule import Machine
+from fxmem.schedule.simulate import Link
+
+Row = dict[str, Any]
+RECOMPUTE = "recompute"
+
+
+def saved_bytes(problem: Problem) -> int:
+    """Bytes that forward makes and backward reads, what is returned left out."""
+    nf = problem.num_forward
+    read = np.zeros(problem.num_storages, dtype=np.bool_)
+    read[problem.read_idx[problem.read_ptr[nf] :]] = True
+    made = (problem.producer >= 0) & (problem.producer < nf)
+    return int(problem.nbytes[read & made & ~problem.keep_to_end].sum())
+
+
+def machine(problem: Problem, rho: float) -> Machine:
+    """A host link that moves the saved bytes once in rho times the seconds of the step."""
+    pace = max(saved_bytes(problem), 1) / (rho * problem.baseline_s)
+    return Machine({"host": Link(pace, pace)})
+
+
+def run(program: Program, fraction: float, rho: float, planner: str, options: Options) -> Row:
+    """One line of the table; extra, stall and bound in percent of the all-saved op time."""
+    row: Row = {"instance": program.name, "budget_fraction": fraction, "rho": rho, "planner": planner}
+    options = replace(options, tiers=("host",), machine=machine(reduce_program(program), rho))
+    if planner == RECOMPUTE:
+        planner, options = "auto", replace(options, tiers=())
+    started = time.perf_counter()
+    try:
+        plan = make_plan(program, fraction, planner, options)
+    except BudgetInfeasible:
+        names = ("peak_bytes", "extra_pct", "stall_pct", "bytes_moved", "bound_pct")
+        return row | dict.fromkeys(names) | {"solve_s": time.perf_counter() - started, "feasible": False}
+    return row | figures(plan) | {"solve_s": time.perf_counter() - started, "feasible": True}
+
+
+def figures(plan: Plan) -> Row:
+    """What a plan costs; extra = recompute + stall - what forward left out."""
+    percent = 100 / plan.baseline_s
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "extra_pct": plan.extra_s * percent,
+        "stall_pct": plan.simulation.stall_s * percent,
+        "bytes_moved": plan.simulation.bytes_moved,
+        "bound_pct": plan.lower_bound_s * percent,
+    }
+
+
+def rows(
+    folder: Path,
+    names: Sequence[str],
+    budgets: Sequence[float],
+    rhos: Sequence[float],
+    planners: Sequence[str],
+    options: Options,
+) -> Iterator[Row]:
+    """Every instance at every budget, link and planner, in the order given (all of DIR when no names are given)."""
+    for name in names or sorted(path.stem for path in folder.glob("*.json")):
+        program = Program.load(folder / f"{name}.json")
+        for fraction in budgets:
+            for rho in rhos:
+                for planner in planners:
+                    yield run(program, fraction, rho, planner, options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="bench.offload", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--instances", default="", help="names without .json, by comma (default: all)")
+    parser.add_argument("--budgets", default="0.7,0.5", help="fractions of the all-saved peak, by comma")
+    parser.add_argument("--rho", default="0.25,1,4", help="links, by comma")
+    parser.add_argument("--planners", default="auto,recompute,offload-dp", help="registered names, by comma")
+    parser.add_argument("--solve-s", type=float, default=None, help="time limit of auto, in seconds")
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    given = parser.parse_args(arguments)
+    names = [name for name in given.instances.split(",") if name]
+    budgets, rhos = ([float(x) for x in text.split(",")] for text in (given.budgets, given.rho))
+    planners = given.planners.split(",")
+    found = rows(given.folder, names, budgets, rhos, planners, Options(solve_s=given.solve_s))
+    show(found, given.json, "extra time with offload")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
