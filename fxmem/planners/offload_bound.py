@@ -26,6 +26,7 @@ from fxmem.planners.offload_kernel import OFFLOAD, JointKernel
 
 _NUM_POINTS = 24  # release and deadline rows per window
 _MAX_MOMENTS = 6
+_LONGEST_COPY = 4.0  # steps
 
 Terms = list[tuple[int, float]]
 
@@ -38,8 +39,13 @@ class OffloadModel(MomentModel):
         self.kernel = kernel
         self.movable = [v for v in self.values if kernel.can[v]]
         self.place = {v: i for i, v in enumerate(self.movable)}
-        self.out_s = {v: kernel.link.seconds(int(self.problem.nbytes[v]), True) for v in self.movable}
-        self.in_s = {v: kernel.link.seconds(int(self.problem.nbytes[v]), False) for v in self.movable}
+        self.out_s = {v: self._copy_s(v, True) for v in self.movable}
+        self.in_s = {v: self._copy_s(v, False) for v in self.movable}
+
+    def _copy_s(self, v: int, out: bool) -> float:
+        """Seconds of one copy, at most a few steps' worth: shorter is still a bound, and keeps coefficients alike."""
+        seconds = self.kernel.link.seconds(int(self.problem.nbytes[v]), out)
+        return min(seconds, _LONGEST_COPY * max(self.problem.baseline_s, 1e-30))
 
     def build(self, backward: list[int], forward: list[int]) -> Build:
         """The MILP with these moments; forward ones say nothing, for a value may be away there."""
