@@ -27,7 +27,7 @@ from fxmem.runtime.pipeline_stage import Stage
 
 @dataclass(frozen=True)
 class StagePlan:
-    """`num_ops`: of forward and backward. `send_bytes`, `grad_send_bytes`: a microbatch's messages to the neighbours."""
+    """`num_ops`: of forward and backward. `send_bytes`, `grad_send_bytes`: one microbatch's messages."""
 
     index: int
     rank: int
@@ -257,10 +257,10 @@ def build_pipeline(
     """Cut `model` into stages that run on torch.distributed.pipelining.
 
     `model(*args, **kwargs)` returns a scalar loss first; or `loss_fn(model(*args[:-1], **kwargs), args[-1])` does.
-    `args`: one whole batch (real or meta), batch dimension first. `cuts`: see `fxmem.passes.stage_assign.Cuts`, indices in
-    the graph of the first microbatch. `schedule`: "gpipe", "1f1b", "interleaved", "interleaved-zb", "looped-bfs", "zbv",
-    "dualpipev", or a list of actions ("0F0", "1B2", "1I0", "1W0") for each rank. `num_ranks`: default one for each stage
-    (half as many for V-shaped schedules). Raises OptionError, CutError, CaptureError.
+    `args`: one whole batch (real or meta), batch dimension first. `cuts`: see `fxmem.passes.stage_assign.Cuts`,
+    indices in the graph of the first microbatch. `schedule`: "gpipe", "1f1b", "interleaved", "interleaved-zb",
+    "looped-bfs", "zbv", "dualpipev", or a list of actions ("0F0", "1B2", "1I0", "1W0") for each rank. `num_ranks`:
+    default one for each stage (half as many for V-shaped schedules). Raises OptionError, CutError, CaptureError.
     """
     name, rows = (schedule, ()) if isinstance(schedule, str) else ("actions", schedule)
     if name not in SINGLE and name not in SEVERAL and name != "actions":

@@ -16,8 +16,8 @@ Signature: TypeAlias = tuple[Any, ...]
 """Shape and dtype of every tensor of a microbatch, and the other arguments: one graph for each."""
 
 LossWeight: TypeAlias = Literal["mean", "sum"] | Callable[..., Any]
-"""How the losses of microbatches add up to the batch's: "mean" weighs by rows, "sum" adds, and a callable is called with
-a microbatch's arguments and returns what its loss is a mean over (a number of tokens)."""
+"""How the losses of microbatches add up to the batch's: "mean" weighs by rows, "sum" adds, and a callable is called
+with a microbatch's arguments and returns what its loss is a mean over (a number of tokens)."""
 
 
 @dataclass(frozen=True)

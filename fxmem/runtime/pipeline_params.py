@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxmem.errors import OptionError
 
 Init: TypeAlias = Callable[[str, Tensor], None]
-"""Fills a new parameter or buffer, given its name in the model; the same name must give the same values on all ranks."""
+"""Fills a new parameter or buffer, given its name in the model; a name must give the same values on all ranks."""
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:

@@ -92,8 +92,8 @@ class PlannedSteps:
         stages = [stage.stage_index for stage in self.own_stages]
         line = message.splitlines()[0]
         raise PipelineError(
-            f"rank {self.own_stages[0].group_rank} (stages {stages}): another rank stopped answering in the middle of a "
-            f"step, whose gradients are incomplete: {line}"
+            f"rank {self.own_stages[0].group_rank} (stages {stages}): another rank stopped answering in the middle of "
+            f"a step, whose gradients are incomplete: {line}"
         ) from error
 
 

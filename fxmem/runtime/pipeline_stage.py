@@ -211,7 +211,7 @@ class Stage(PipelineStage):
 
 def _packed(tensor: Tensor) -> Tensor:
     """The bytes of `tensor` as a contiguous tensor: its dimensions in order of falling stride."""
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.size(d)))
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
     return tensor.permute(order).contiguous()
 
 

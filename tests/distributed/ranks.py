@@ -1,4 +1,4 @@
-"""Real processes over gloo on this machine: `python -m tests.distributed.ranks SCENARIO ...` prints one JSON line a case.
+"""Real processes over gloo on this machine: `python -m tests.distributed.ranks SCENARIO ...` prints JSON lines.
 
 The parent captures the model and computes the reference; the ranks are forked from it, so they run graphs only.
 """
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def reference(model: nn.Module, args: tuple[Any, ...], num_microbatches: int) ->
     return steps
 
 
-def run_ranks(world_size: int, function: Callable[[int], dict[str, Any]], timeout_s: float = 60) -> list[dict[str, Any]]:
+def run_ranks(
+    world_size: int, function: Callable[[int], dict[str, Any]], timeout_s: float = 60
+) -> list[dict[str, Any]]:
     """`function(rank)` in a process for each rank; what it returned, or {"error": text}."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
@@ -75,8 +78,8 @@ def run_ranks(world_size: int, function: Callable[[int], dict[str, Any]], timeou
                 process.kill()
         results = []
         for rank in range(world_size):
-            path = os.path.join(folder, f"{rank}.json")
-            results.append(json.load(open(path)) if os.path.exists(path) else {"error": "died"})
+            path = Path(folder, f"{rank}.json")
+            results.append(json.loads(path.read_text()) if path.exists() else {"error": "died"})
         return results
 
 
@@ -164,25 +167,49 @@ def dead_rank() -> None:
 
 
 def in_flight(schedule: str, num_stages: int) -> None:
-    """Prints, for 4 and 12 microbatches, the most bytes of tensors that this rank's stages hold for microbatches."""
-    from fxmem.measurement import MemoryTrace
+    """Prints, for 4 and 12 microbatches, by how much each rank's resident memory rose at most in a step (bytes).
 
+    Seen from outside of torch, since a tensor that a pending message holds has no Python object.
+    """
     found = []
     for count in (4, 12):
         model, args = build("mlp")
-        batch = batch_of(args, 64 * count)
+        batch = batch_of(args, NUM_MEMORY_ROWS * count)
         cuts = even_cuts(model, batch, count, num_stages)
         pipeline = build_pipeline(model, batch, cuts, count, schedule, num_ranks=2)
 
         def run(rank: int, pipeline: Pipeline = pipeline, batch: tuple[Tensor, ...] = batch) -> dict[str, Any]:
-            schedule = pipeline.schedule(pipeline.stage(rank))
+            made = pipeline.stage(rank)
+            schedule = pipeline.schedule(made)
             schedule.step(*batch)
-            with MemoryTrace("cpu") as trace:
-                schedule.step(*batch)
-            return {"peak": trace.peak_delta_bytes}
+            seen = [_resident_bytes()]
+            for stage in made if isinstance(made, list) else [made]:
+                stage.forward_one_chunk = _sampled(stage.forward_one_chunk, seen)
+                stage.backward_one_chunk = _sampled(stage.backward_one_chunk, seen)
+            schedule.step(*batch)
+            return {"rise_bytes": max(seen) - seen[0]}
 
-        found.append(run_ranks(2, run))
+        found.append([rank["rise_bytes"] for rank in run_ranks(2, run)])
     print(json.dumps(found), flush=True)
+
+
+NUM_MEMORY_ROWS = 1 << 15
+"""Rows of a microbatch in `in_flight`: 2 MiB for what crosses a cut, so that the allocator returns it at once."""
+
+
+def _sampled(method: Any, seen: list[int]) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen.append(_resident_bytes())
+        result = method(*args, **kwargs)
+        seen.append(_resident_bytes())
+        return result
+
+    return run
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
