@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from fxmem.passes.stage_split import StageGraph
+from fxmem.passes.stage_split import CutError, StageGraph
 from fxmem.runtime.pipeline_batch import Microbatch
 from fxmem.runtime.pipeline_code import StageCode
 from fxmem.runtime.pipeline_params import Parameters
@@ -83,7 +83,7 @@ class Stage(PipelineStage):
         """Run forward; returns what goes to the next stage, or the microbatch's loss (the first output)."""
         code = self.code(fwd_chunk_id)
         graph, leaves = code.graph, self._parts[fwd_chunk_id].leaves
-        inputs: list[Any] = [self.parameters.tensors[self._canonical(graph, name)] for name in graph.statics]
+        inputs: list[Any] = [self._static(code, name) for name in graph.statics]
         inputs += [self._to_device(leaves[position]) for position in code.data_positions]
         inputs += self._received.pop(fwd_chunk_id, [])
         self._used.append(("F", fwd_chunk_id))
@@ -138,6 +138,13 @@ class Stage(PipelineStage):
         for position, gradient in zip(positions, gradients, strict=True):
             name = code.graph.gradients[position]
             self.parameters.accumulate(self._canonical(code.graph, name), gradient)
+
+    def _static(self, code: StageCode, name: str) -> Tensor | None:
+        """The parameter or buffer; in another mode or shape, the graph may place unread ones in another stage."""
+        canonical = self._canonical(code.graph, name)
+        if canonical not in self.parameters.tensors and name not in code.unread:
+            raise CutError(f"stage {self.stage_index} reads {canonical} in this shape or mode, but does not hold it")
+        return self.parameters.tensors.get(canonical)
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
