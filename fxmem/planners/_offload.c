@@ -11,6 +11,7 @@ Off *fx_off_new(Ctx *c, const uint8_t *can, const double *out_s, const double *i
     size_t s = (size_t)c->S + 1, x = (size_t)(c->cap_steps + c->nf) + 1;
     uint8_t *flags = calloc(6 * s, 1);
     o->c = c;
+    o->limit_s = o->limit_over = HUGE_VAL;
     o->can = flags; o->remade = flags + s; o->away = flags + 2 * s; o->tail = flags + 3 * s;
     o->across = flags + 4 * s; o->uncopied = flags + 5 * s;
     memcpy(flags, can, (size_t)c->S);
@@ -313,16 +314,18 @@ Joint fx_off_eval(Off *o, int64_t room) {
     Joint e = {0.0, -1, 0.0, 0, 0.0};
     if (!emit(o)) {
         c->work += c->num_steps;
-        return o->now = (Joint){HUGE_VAL, INT64_MAX, HUGE_VAL, 0, 0.0};
+        return (Joint){HUGE_VAL, INT64_MAX, HUGE_VAL, 0, 0.0};
     }
     back_over_forward(o, room, back_over_backward(o, room, &e), &e);
-    c->work += 2 * (c->num_steps + c->nf);
+    c->work += c->num_steps + c->nf;
+    if ((o->must_fit && e.peak > room) || e.extra > o->limit_s || e.over > o->limit_over) return e;
     if (o->num_visits) {
+        c->work += c->num_steps + c->nf;
         place(o, room);
         sweep(o, room);
         e.extra = play(o, &e.moved) - c->total;
     }
-    return o->now = e;
+    return e;
 }
 
 void fx_off_evaluate(Off *o, int64_t room, Joint *out) { *out = fx_off_eval(o, room); }

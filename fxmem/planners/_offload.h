@@ -33,7 +33,9 @@ typedef struct {
     double *out_end, *in_end;
     uint8_t *uncopied;
     Event *event; int num_events, cap_events;
-    Joint now;
+    /* an evaluation that could not be accepted ends before transfers are placed (HUGE_VAL, 0: never) */
+    double limit_s, limit_over;
+    int must_fit;
 } Off;
 
 Joint fx_off_eval(Off *o, int64_t room);

@@ -102,7 +102,9 @@ static int by_ratio(const void *a, const void *b) {
 static void rate(Off *o, Move *m, Joint now, int64_t room) {
     Ctx *c = o->c;
     Undo u = apply(c, m->d);
+    o->limit_over = now.over - 0.5;
     Joint e = fx_off_eval(o, room);
+    o->limit_over = HUGE_VAL;
     undo(c, m->d, u);
     double over = now.over - e.over;
     m->extra = e.extra - now.extra;
@@ -172,27 +174,37 @@ static void decisions(Off *o, Moves *m) {
     }
 }
 
-/* All single decisions, most promising first, taken if time falls (or bytes moved, at equal time) and the peak fits. */
-void fx_off_polish(Off *o, int64_t room, int passes, double deadline, Joint *out) {
+/* Single decisions, most promising first, each looked at with probability `share`, taken if time falls (or bytes moved,
+ * at equal time) and the peak fits. */
+static Joint polish(Off *o, int64_t room, int passes, double share, double deadline) {
     Ctx *c = o->c;
     Moves m = {0, 0, 0};
     Joint e = fx_off_eval(o, room);
     settle(o);
+    o->must_fit = 1;
     for (int gain = 1; gain && passes-- > 0 && e.peak <= room;) {
         double before = e.extra;
         decisions(o, &m);
         qsort(m.at, (size_t)m.n, sizeof(Move), by_ratio);
         for (int i = 0; i < m.n; i++) {
             if ((i & 15) == 0 && deadline > 0 && fx_now() > deadline) { passes = 0; break; }
+            if (share < 1.0 && fx_uniform(c) > share) continue;
             Undo u = apply(c, m.at[i].d);
+            o->limit_s = e.extra;
             Joint f = fx_off_eval(o, room);
             if (f.peak <= room && is_better(c, f, e)) { e = f; settle(o); }
             else undo(c, m.at[i].d, u);
         }
         gain = e.extra < before - 1e-7 * c->total;
     }
-    *out = fx_off_eval(o, room);
     free(m.at);
+    o->must_fit = 0;
+    o->limit_s = HUGE_VAL;
+    return fx_off_eval(o, room);
+}
+
+void fx_off_polish(Off *o, int64_t room, int passes, double deadline, Joint *out) {
+    *out = polish(o, room, passes, 1.0, deadline);
 }
 
 /* A random decision: about a storage read near a random step, or one of the drops there are. */
@@ -255,7 +267,22 @@ int fx_off_anneal(Off *o, int64_t room, int rounds, double hot, double cold, dou
     return done;
 }
 
-/* Rounds of: a few random decisions, greedy repair with noise, polish; ends in the best state seen. */
+/* Keep everything that some stretch of forward makes, and forget its drops. */
+static void ruin(Off *o) {
+    Ctx *c = o->c;
+    int width = 1 + (int)(fx_uniform(c) * fx_uniform(c) * 0.4 * c->nf), from = (int)(fx_uniform(c) * c->nf) - width / 2;
+    for (int s = 0; s < c->S; s++)
+        if (c->prod[s] >= from && c->prod[s] < from + width && c->prod[s] >= 0 && c->prod[s] < c->nf && (c->cand[s] || o->can[s]))
+            c->saved[s] = KEEP;
+    for (int b = c->nf; b < c->N; b++)
+        for (int i = c->head[b], after; i >= 0; i = after) {
+            int s = c->val[i];
+            after = c->next[i];
+            if (c->prod[s] >= from && c->prod[s] < from + width) fx_apply(c, (Toggle){T_REMOVE, s, b});
+        }
+}
+
+/* Rounds of: a few random decisions or a stretch undone, greedy repair with noise, polish; ends in the best state seen. */
 int fx_off_perturb(Off *o, int64_t room, int rounds, int strength, double temperature, double deadline, Joint *out) {
     Ctx *c = o->c;
     Snapshot best = fx_snap_new(c), now = fx_snap_new(c);
@@ -268,9 +295,10 @@ int fx_off_perturb(Off *o, int64_t room, int rounds, int strength, double temper
         Joint f;
         decisions(o, &m);
         fx_off_eval(o, room);
-        for (int flips = 1 + (int)(fx_uniform(c) * strength); flips > 0; flips--) apply(c, random_decision(o, &m));
-        int ok = fx_off_greedy(o, room, 2, 60, 0.3, deadline, &f);
-        if (ok && f.extra < e.extra + 0.01 * c->total) fx_off_polish(o, room, 1, deadline, &f);
+        if (fx_uniform(c) < 0.5) ruin(o);
+        else for (int n = 1 + (int)(fx_uniform(c) * strength); n > 0; n--) apply(c, random_decision(o, &m));
+        int ok = fx_off_greedy(o, room, 2, 100, 0.3, deadline, &f);
+        if (ok && f.extra < e.extra + 0.01 * c->total) f = polish(o, room, 1, 0.3, deadline);
         double limit = e.extra - temperature * c->total * log(fx_uniform(c) + 1e-300);
         if (!ok || f.extra > limit) { fx_snap_put(c, &now); continue; }
         e = f;

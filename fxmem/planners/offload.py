@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
@@ -23,8 +24,9 @@ from fxmem.planners.registry import Options, Solution
 from fxmem.schedule import simulate
 from fxmem.schedule.actions import Tier
 
-_CLOSED = 1e-4  # a gap of this share of the step counts as none
+_CLOSED = 1e-6  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
+_HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparing with a thorough one
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
 _OVERFLOW_WEIGHT = 4.0  # of the step's seconds, for overflowing by all bytes there are
 
@@ -55,7 +57,10 @@ class JointPool:
         """Remember `state`, whose exact score is `score`."""
         if self.nearest is None or score.peak_bytes < self.nearest[0]:
             self.nearest = (score.peak_bytes, state)
-        if score.peak_bytes <= self.budget_bytes:
+        known = any(
+            abs(score.extra_s - extra) <= 1e-12 and score.moved_bytes == moved for extra, moved, *_ in self.fitting
+        )
+        if score.peak_bytes <= self.budget_bytes and not known:
             self.fitting.append((score.extra_s, score.moved_bytes, len(self.seen), state))
             self.fitting.sort(key=lambda entry: entry[:3])
             del self.fitting[_NUM_KEPT:]
@@ -90,16 +95,15 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
     kernel, problem, budget = pool.kernel, pool.kernel.problem, pool.budget_bytes
     kernel.two_way.seed(seed)
     weight = _OVERFLOW_WEIGHT * problem.baseline_s / max(float(problem.nbytes.sum()), 1.0)
-    slice_s = max(0.05, (deadline_s - time.monotonic()) / 8)
+    slice_s = max(0.05, (deadline_s - time.monotonic()) / 12)
     turn = 0
     while pool.fitting and not pool.is_closed and time.monotonic() < deadline_s:
-        state = pool.fitting[min(turn // 2 % 3, len(pool.fitting) - 1)][3]
-        kernel.load(state)
         left_s = min(slice_s, deadline_s - time.monotonic())
-        if turn % 2:
-            kernel.perturb(budget, left_s, temperature=(1e-3, 0.0)[turn // 2 % 2])
+        kernel.load(pool.fitting[min((0, 1, 0, 2, 0, 3)[turn % 6], len(pool.fitting) - 1)][3])
+        if turn % 6 == 5:
+            kernel.anneal(budget, left_s, 3e-3, 2e-5, weight)
         else:
-            kernel.anneal(budget, left_s, (2e-3, 5e-4)[turn // 2 % 2], 1e-5, weight)
+            kernel.perturb(budget, left_s, strength=(4, 10, 4, 2)[turn % 4], temperature=(2e-3, 2e-3, 0.0)[turn % 3])
         score = kernel.polish(budget, 2, deadline_s)
         pool.add(score, kernel.store())
         turn += 1
@@ -134,6 +138,9 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
         pool.improve(run.smallest(), 0.0)
     if pool.best is None:
         raise run.infeasible()
+    alone = run.recompute_only() if run.link_hardly_helps() else None
+    if alone is not None:
+        return replace(alone, lower_bound_s=pool.floor_s, notes={"tier": "none: the link is too slow"})
     notes = {"tier": tier, "candidates": len(pool.seen), "work": run.kernel.two_way.work}
     return Solution(run.kernel.actions(pool.best, budget_bytes, tier), pool.floor_s, notes)
 
@@ -146,6 +153,7 @@ class _Run:
         self.kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
         self.budget_bytes = budget_bytes
+        self.alone_s = float("inf")  # extra seconds of the best recompute-only plan seen
         self.kernel.load(self.kernel.all_saved())
         self.peak_bytes = self.kernel.evaluate(budget_bytes).peak_bytes
         self.least = (self.peak_bytes, self.kernel.all_saved())  # the smallest peak found, if it was looked for
@@ -162,15 +170,15 @@ class _Run:
         """Everything the joint planner knows, until nothing is left to gain or time is up."""
         kernel, pool, budget = self.kernel, self.pool, self.budget_bytes
         family, bound = JointCutFamily(kernel), OffloadBound(kernel, budget, pool.floor_s)
-        pool.improve_all(first_states(kernel, family, budget, self.peak_bytes), self.until(0.15))
-        self.certify(bound, self.until(0.25))
-        pool.improve_all(self.recomputing(family, self.until(0.4)), self.until(0.45))
-        pool.improve_all(three_way_states(kernel, family, budget), self.until(0.5))
+        pool.improve_all(first_states(kernel, family, budget, self.peak_bytes), self.until(0.12))
+        self.certify(bound, self.until(0.17))
+        pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
+        pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
+        search(pool, self.until(0.87), self.options.seed)
         if not pool.is_closed:
-            bound.solve(self.until(0.7), True, pool.best_s)
+            bound.solve(self.until(0.97), True, pool.best_s)
             self.learn(bound)
-        if not pool.is_closed:
-            search(pool, self.until(1.0), self.options.seed)
+        search(pool, self.until(1.0), self.options.seed + 1)
 
     def certify(self, bound: OffloadBound, deadline_s: float) -> None:
         """Linear bounds, moment by moment; what the solver proposes is a candidate."""
@@ -192,7 +200,23 @@ class _Run:
             pool = recompute.Pool(self.kernel.two_way, budget, self.peak_bytes)
             now = time.monotonic()
             recompute.quick(pool, family, now + (deadline_s - now) / 3)
+            if share == 0.0:
+                self.alone_s = pool.best_s
             yield from [state for *_, state in pool.fitting[:2]]
+
+    def link_hardly_helps(self) -> bool:
+        """Whether a longer look at recomputation alone might beat the joint plan."""
+        return not self.pool.is_closed and self.pool.best_s > _HARDLY * self.alone_s
+
+    def recompute_only(self) -> Solution | None:
+        """What `auto` finds without a tier, if that is faster."""
+        problem = self.kernel.problem
+        try:
+            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=()))
+        except BudgetInfeasible:
+            return None
+        extra_s = simulate(problem.program, found.actions).seconds - problem.baseline_s
+        return found if extra_s < self.pool.best_s else None
 
     def smallest(self) -> State:
         """Bisect for the smallest peak that greedy repair reaches, from where recomputation alone gets."""

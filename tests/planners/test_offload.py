@@ -53,7 +53,7 @@ def states(draw: st.DrawFn, problem: Problem) -> State:
     return State(np.array(saved, dtype=np.uint8), tuple(sorted(drops)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data(), programs(), st.floats(0.3, 1.1), st.sampled_from([0.5, 8.0, 100.0]), st.sampled_from([0.0, 0.5]))
 def test_what_is_believed_is_what_the_simulator_finds(
     data: st.DataObject, program: Program, share: float, pace: float, latency_s: float
