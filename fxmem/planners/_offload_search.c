@@ -1,4 +1,4 @@
-/* Search over three-way states: greedy repair, polish, Metropolis. A decision sets what becomes of a storage, adds or
+/* Search over three-way states: greedy repair, polish, random perturbation. A decision sets what becomes of a storage, adds or
  * removes a drop, or both. */
 #include "_offload.h"
 #include <math.h>
@@ -223,48 +223,6 @@ static Decision random_decision(Off *o, const Moves *m) {
         if (to == KEEP || (to == DROP ? c->cand[s] : o->can[s])) return (Decision){s, to, NO_DROP, 0};
     }
     return (Decision){0, -1, NO_DROP, 0};
-}
-
-/* Metropolis over one or two decisions at a time; cost = extra seconds + weight * overflow; temperatures as shares of the
- * step's seconds. Ends in the best state seen that fits. */
-int fx_off_anneal(Off *o, int64_t room, int rounds, double hot, double cold, double weight, double deadline, Joint *out) {
-    Ctx *c = o->c;
-    Snapshot best = fx_snap_new(c);
-    Moves m = {0, 0, 0};
-    Joint e = fx_off_eval(o, room), top = e;
-    double started = fx_now(), temp = hot * c->total;
-    int done = 0;
-    settle(o);
-    fx_snap_take(c, &best);
-    for (; done < rounds; done++) {
-        if ((done & 63) == 0) {
-            double now = fx_now(), share = (double)done / rounds;
-            if (now > deadline) break;
-            if ((now - started) / (deadline - started) > share) share = (now - started) / (deadline - started);
-            temp = c->total * hot * pow(cold / hot, share);
-            decisions(o, &m);
-        }
-        Decision d[2];
-        Undo u[2];
-        int n = 1 + (fx_uniform(c) < 0.4);
-        for (int i = 0; i < n; i++) { d[i] = random_decision(o, &m); u[i] = apply(c, d[i]); }
-        Joint f = fx_off_eval(o, room);
-        double delta = f.extra - e.extra + weight * (f.over - e.over);
-        if (!(delta <= 0 || fx_uniform(c) < exp(-delta / temp))) {
-            while (n-- > 0) undo(c, d[n], u[n]);
-            continue;
-        }
-        e = f;
-        settle(o);
-        if (e.peak <= room ? top.peak > room || is_better(c, e, top) : e.peak < top.peak) {
-            top = e;
-            fx_snap_take(c, &best);
-        }
-    }
-    fx_snap_put(c, &best);
-    *out = fx_off_eval(o, room);
-    fx_snap_free(&best); free(m.at);
-    return done;
 }
 
 /* Keep everything that some stretch of forward makes, and forget its drops. */

@@ -28,7 +28,7 @@ _CLOSED = 1e-6  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
 _HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparing with a thorough one
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
-_OVERFLOW_WEIGHT = 4.0  # of the step's seconds, for overflowing by all bytes there are
+_NUM_SLICES = 12  # of a search, each from another of the states kept
 
 
 class JointPool:
@@ -91,19 +91,15 @@ class JointPool:
 
 
 def search(pool: JointPool, deadline_s: float, seed: int) -> None:
-    """Alternate annealing and perturbation of the best states until the deadline."""
-    kernel, problem, budget = pool.kernel, pool.kernel.problem, pool.budget_bytes
+    """Perturb the best states in turn until the deadline."""
+    kernel, budget = pool.kernel, pool.budget_bytes
     kernel.two_way.seed(seed)
-    weight = _OVERFLOW_WEIGHT * problem.baseline_s / max(float(problem.nbytes.sum()), 1.0)
-    slice_s = max(0.05, (deadline_s - time.monotonic()) / 12)
+    slice_s = max(0.05, (deadline_s - time.monotonic()) / _NUM_SLICES)
     turn = 0
     while pool.fitting and not pool.is_closed and time.monotonic() < deadline_s:
+        kernel.load(pool.fitting[turn % len(pool.fitting)][3])
         left_s = min(slice_s, deadline_s - time.monotonic())
-        kernel.load(pool.fitting[min((0, 1, 0, 2, 0, 3)[turn % 6], len(pool.fitting) - 1)][3])
-        if turn % 6 == 5:
-            kernel.anneal(budget, left_s, 3e-3, 2e-5, weight)
-        else:
-            kernel.perturb(budget, left_s, strength=(4, 10, 4, 2)[turn % 4], temperature=(2e-3, 2e-3, 0.0)[turn % 3])
+        kernel.perturb(budget, left_s, temperature=3e-3)
         score = kernel.polish(budget, 2, deadline_s)
         pool.add(score, kernel.store())
         turn += 1

@@ -72,7 +72,6 @@ def _declare(lib: ctypes.CDLL) -> None:
         "fx_off_events": (integer, [pointer] * 3),
         "fx_off_greedy": (integer, [pointer, wide, integer, integer, real, real, out]),
         "fx_off_polish": (None, [pointer, wide, integer, real, out]),
-        "fx_off_anneal": (integer, [pointer, wide, integer, real, real, real, real, out]),
         "fx_off_perturb": (integer, [pointer, wide, integer, integer, real, real, out]),
     }
     for name, (result, arguments) in signatures.items():
@@ -142,14 +141,6 @@ class JointKernel:
         """Change single decisions while time falls and the peak fits."""
         out = _Joint()
         self.lib.fx_off_polish(self.off, budget_bytes - self.base, passes, deadline_s, ctypes.byref(out))
-        return self._score(out)
-
-    def anneal(self, budget_bytes: int, seconds: float, hot: float, cold: float, weight: float) -> JointScore:
-        """Metropolis over one or two decisions at a time; temperatures as shares of the step's seconds, `weight` in
-        seconds per byte of overflow; ends in the best state seen that fits."""
-        out, end = _Joint(), time.monotonic() + seconds
-        room = budget_bytes - self.base
-        self.lib.fx_off_anneal(self.off, room, 1 << 30, hot, cold, weight, end, ctypes.byref(out))
         return self._score(out)
 
     def perturb(

@@ -224,12 +224,11 @@ def test_search_ends_in_what_it_promises() -> None:
     before = pool.best_s
     assert pool.best is not None
     kernel.load(pool.best)
-    for score in (kernel.anneal(budget, 0.1, 1e-3, 1e-5, 1e-6), kernel.perturb(budget, 0.1)):
-        assert score.extra_s <= before + 1e-9
-        assert score.peak_bytes <= budget
-        again = kernel.store()
-        kernel.load(again)
-        assert kernel.evaluate(budget) == score
+    score = kernel.perturb(budget, 0.1)
+    assert score.extra_s <= before + 1e-9
+    assert score.peak_bytes <= budget
+    kernel.load(kernel.store())
+    assert kernel.evaluate(budget) == score
 
 
 def test_bench_row_has_every_column() -> None:
