@@ -136,16 +136,18 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
         raise run.infeasible()
     alone = run.recompute_only() if run.link_hardly_helps() else None
     if alone is not None:
-        return replace(alone, lower_bound_s=pool.floor_s, notes={"tier": "none: the link is too slow"})
-    notes = {"tier": tier, "candidates": len(pool.seen), "work": run.kernel.two_way.work}
-    return Solution(run.kernel.actions(pool.best, budget_bytes, tier), pool.floor_s, notes)
+        return replace(
+            alone, lower_bound_s=min(pool.floor_s, run.alone_s), notes={"tier": "none: the link is too slow"}
+        )
+    notes = {"tier": str(tier), "candidates": len(pool.seen), "work": run.kernel.two_way.work}
+    return Solution(run.kernel.actions(pool.best, budget_bytes, tier), min(pool.floor_s, pool.best_s), notes)
 
 
 class _Run:
     """One call of the joint planner; deadlines are shares of `limit_s`."""
 
     def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, limit_s: float) -> None:
-        self.started, self.limit_s, self.options = time.monotonic(), limit_s, options
+        self.started, self.limit_s, self.options, self.tier = time.monotonic(), limit_s, options, tier
         self.kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
         self.budget_bytes = budget_bytes
@@ -170,6 +172,8 @@ class _Run:
         self.certify(bound, self.until(0.17))
         pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
         pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
+        if self.link_hardly_helps():
+            self.limit_s /= 2  # the other half is for recomputation alone
         search(pool, self.until(0.87), self.options.seed)
         if not pool.is_closed:
             bound.solve(self.until(0.97), True, pool.best_s)
@@ -206,12 +210,14 @@ class _Run:
 
     def recompute_only(self) -> Solution | None:
         """What `auto` finds without a tier, if that is faster."""
-        problem = self.kernel.problem
+        problem, limit_s = self.kernel.problem, self.options.solve_s
+        left_s = None if limit_s is None else max(0.05, self.started + limit_s - time.monotonic())
         try:
-            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=()))
+            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=(), solve_s=left_s))
         except BudgetInfeasible:
             return None
         extra_s = simulate(problem.program, found.actions).seconds - problem.baseline_s
+        self.alone_s = min(self.alone_s, extra_s)
         return found if extra_s < self.pool.best_s else None
 
     def smallest(self) -> State:
@@ -239,8 +245,7 @@ class _Run:
         """The error that names the smallest feasible budget found and what stands at its peak."""
         least, state = self.least
         problem = self.kernel.problem
-        tier = next(iter(self.options.machine.links))
-        result = simulate(problem.program, self.kernel.actions(state, least, tier), self.options.machine)
+        result = simulate(problem.program, self.kernel.actions(state, least, self.tier), self.options.machine)
         step = result.peak_step
         alive = [s for s, first, last in result.lifetimes if first <= step <= last and problem.producer[s] >= 0]
         names = [(problem.program.ops[problem.program.producer[s]].name, int(problem.nbytes[s])) for s in alive]
