@@ -149,7 +149,7 @@ def max_batch(
     kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[OptionDict],
 ) -> int:
-    """The largest batch that fits `budget`, from the symbolic peak, without trial runs.
+    """The largest batch that fits `budget`, from the symbolic peak, without trial runs of the model.
 
     `args`: a batch of any size >= 2, batch dimension first in every tensor. Recomputation (and offloading, if `tiers`
     are named) may be used to the full. Raises BudgetInfeasible if not even one row fits.
@@ -157,7 +157,9 @@ def max_batch(
     from fxmem.batch import largest_batch
 
     made = settings(budget, **{**options, "dynamic": True})
-    return largest_batch(model, args, kwargs, made, functools.partial(_resident_bytes, model, made))
+    resident_bytes = functools.partial(_resident_bytes, model, made)
+    may_run = _all_real(model, args, kwargs)
+    return largest_batch(_with_loss(model, made), args, kwargs, made, resident_bytes, may_run)
 
 
 def _with_loss(model: Callable[..., Any], made: Settings) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ def largest_batch(
     kwargs: Mapping[str, Any] | None,
     made: Settings,
     resident_bytes: Callable[[Program], int],
+    may_run: bool,
 ) -> int:
     """Solve peak(schedule, batch) <= budget for the batch, then tighten the schedule for one row more, until none fits.
 
@@ -37,7 +38,7 @@ def largest_batch(
         raise OptionError(f'max_batch needs a budget in bytes (an int or "24GiB"), not {made.budget!r}')
     joint = capture_batch(step, args, kwargs)
     symbol = batch_symbol(joint)
-    program = annotated_program(joint, made, may_run=False)
+    program = annotated_program(joint, made, may_run)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
     batch, best, least_bytes = program.hints[symbol], 0, 0
     for _ in range(NUM_ROUNDS):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import fxmem
 from fxmem.errors import FxmemError, OptionError
-from fxmem.units import format_bytes
+from fxmem.units import Budget, format_bytes
 
 _BUDGET_HELP = 'bytes, "6GiB", a fraction like 0.6 of the unplanned peak, or "min"'
 
@@ -75,7 +75,7 @@ def demo(model: str, report: Path, size: str, as_json: bool, **options: Any) -> 
     Console().print(f"timeline and decisions of the tightest plan: {report}")
 
 
-def _trained(function: Any, args: tuple[Any, ...], budget: int | None, options: dict[str, Any]) -> dict[str, Any]:
+def _trained(function: Any, args: tuple[Any, ...], budget: Budget, options: dict[str, Any]) -> dict[str, Any]:
     """Compile, warm up, measure one step."""
     step = fxmem.compile(function, budget=budget, **_given(options))
 
@@ -164,7 +164,7 @@ def load_model(name: str, size: str = "small") -> tuple[Any, tuple[Any, ...]]:
     return zoo.build(name, size)  # type: ignore[arg-type]
 
 
-def parse_budget(text: str) -> int | float | str:
+def parse_budget(text: str) -> Budget:
     """A budget as typed: '0.6' is a fraction, '6GiB' and '500000000' bytes, 'min'."""
     try:
         number = float(text)

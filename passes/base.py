@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from fxmem.capture import JointGraph
+from fxmem.capture.effects import is_collective, is_random
 from fxmem.errors import VerifyError
-from fxmem.ir.from_fx import is_collective, is_random
 from fxmem.passes import debug
 from fxmem.passes.emit import META, region_of
 from fxmem.passes.offload import verify_offload

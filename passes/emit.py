@@ -137,8 +137,9 @@ class Emitter:
         node = self._copy(source, "recompute_of" if again else None, self._arguments(source))
         is_fresh = again or (bool(op.mutates) and not self._has_original_arguments(node))
         self._set_value(node, source, is_fresh)
-        self._values[op.index] = node
-        self._emit_getitems(op.index, again)
+        if not (again and self._stays(op)):
+            self._values[op.index] = node
+            self._emit_getitems(op.index, again)
         for scalar in self._scalars.ready_after(op.index):
             self._emit_scalar(scalar)
         return node
@@ -203,8 +204,14 @@ class Emitter:
         for scalar in self._scalars.ready_at_start():
             self._emit_scalar(scalar)
 
+    def _stays(self, op: Op) -> bool:
+        """Is all that `op` makes returned? Then readers keep the first instance, and a second one is a transient."""
+        return bool(op.storages) and self.program.kept.issuperset(op.storages)
+
     def _emit_getitems(self, index: int, again: bool) -> None:
         for getitem in self._getitems.get(index, ()):
+            if again and self._stays(self.program.ops[getitem]):
+                continue
             source = self.sources[getitem]
             node = self._copy(source, "derived_from" if again else None, self._arguments(source))
             self._set_value(node, source, not self._has_original_arguments(node))

@@ -20,9 +20,9 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.effects import is_collective, is_random
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import FxmemError, OptionError
-from fxmem.ir.from_fx import is_collective, is_random
 
 Cuts: TypeAlias = Sequence[int] | Mapping[int, int]
 """Indices of the ops that begin stages 1, 2, ... (their positions among the nodes of the graph, so the indices of its

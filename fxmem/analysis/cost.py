@@ -18,7 +18,7 @@ from fxmem.analysis.profile import Measured, profile_calls
 from fxmem.analysis.roofline import estimate_s
 from fxmem.errors import VerifyError
 from fxmem.ir import sizes
-from fxmem.ir.program import Program
+from fxmem.ir.program import Op, Program
 
 PROFILE_LIMIT_S = 30.0
 _CUDA_ROUNDING_BYTES = 512
@@ -135,8 +135,6 @@ def _as_allocated(
     program: Program, measured: Mapping[int, Measured], nbytes: list[int | sympy.Expr]
 ) -> list[int | sympy.Expr]:
     """`nbytes` corrected where an op's real outputs took other bytes than its metadata says.
-
-    A symbolic size is corrected by the difference at the hints.
     """
     corrected = list(nbytes)
     values = [sizes.evaluate(n, program.hints) for n in nbytes]
@@ -146,8 +144,23 @@ def _as_allocated(
             continue
         for storage, real in zip(op.storages, result.storage_bytes, strict=True):
             if real >= 0 and real != values[storage] and program.producer[storage] == index:
-                corrected[storage] = nbytes[storage] + (real - values[storage])
+                corrected[storage] = _real_size(program, op, nbytes, values, storage, real)
     return corrected
+
+
+def _real_size(
+    program: Program, op: Op, nbytes: list[int | sympy.Expr], values: list[int], storage: int, real: int
+) -> int | sympy.Expr:
+    """`real` bytes as an expression: the size of something the op reads, if that is it.
+
+    Else the difference grows in proportion to the largest symbolic size the op touches.
+    """
+    for read in program.reads(op):
+        if values[read] == real and not isinstance(nbytes[read], int):
+            return nbytes[read]
+    by = program.scale_storage(op, values)
+    difference = real - values[storage]
+    return nbytes[storage] + (difference if by is None else sympy.ceiling(difference * nbytes[by] / values[by]))
 
 
 def _costs(

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.duplicates import merge_duplicates
 from fxmem.capture.errors import user_frame
 from fxmem.capture.overwritten import overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
@@ -89,11 +90,12 @@ def from_aot(
     static_indices: Iterable[int] = (),
     input_sources: Sequence[str] = (),
 ) -> JointGraph:
-    """Normal form of AOTAutograd's joint graph (rewritten in place, so that the caller keeps a consistent one).
+    """Normal form of AOTAutograd's joint graph, duplicates merged (the caller's graph is rewritten in place).
 
     `static_indices`: positions of parameters and buffers among the forward inputs. `input_sources`: Dynamo's source
     of each graph input.
     """
+    merge_duplicates(joint.graph)
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs = [n for n in placeholders if not is_tangent(n)]
     forward = _order_by_execution(joint.graph)

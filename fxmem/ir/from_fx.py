@@ -9,15 +9,12 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.effects import is_collective, is_pure, is_random
 from fxmem.capture.joint import JointGraph, target_name
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
 from fxmem.ir import sizes
 from fxmem.ir.program import Op, Program, Region, Storage
-
-_COLLECTIVE_NAMESPACES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
-)
 
 
 def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
@@ -42,21 +39,6 @@ def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
         static=tuple(index[n] for n in nodes if n.name in set(joint.static_inputs)),
         hints=_hints(nodes, storages.found),
     )
-
-
-def is_random(node: fx.Node) -> bool:
-    """Does the op draw random numbers, by its own tag?
-
-    An op that is told to drop nothing (its schema has a probability of dropout, and that is zero) draws none.
-    """
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return not any(_argument(node, name) == 0.0 for name in ("dropout_p",))
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Does the op talk to other processes, so that all of them must run it equally often?"""
-    return getattr(node.target, "namespace", None) in _COLLECTIVE_NAMESPACES
 
 
 class _Storages:
@@ -114,7 +96,7 @@ def _op(
         mutates=mutates,
         is_random=random,
         is_collective=collective,
-        recomputable=not (random or collective or mutates or overwritten) and _is_pure(node),
+        recomputable=not (random or collective or mutates or overwritten) and is_pure(node),
         source=joint.sources.get(node.name, ""),
     )
 
@@ -126,23 +108,6 @@ def _last_writes(joint: JointGraph, nodes: list[fx.Node], ids: Mapping[fx.Node, 
         for argument in written_args(node):
             last |= {s: max(position, last.get(s, -1)) for s in ids[argument]}
     return last
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Is running the op twice known to be harmless? Ops without a schema (higher-order ones) may do anything."""
-    if node.op != "call_function":
-        return True
-    if isinstance(node.target, compat.OpOverload):
-        return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags
-    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """The value that the call gives to the schema's argument `name`; its default; None if there is no such argument."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def _hints(nodes: list[fx.Node], storages: list[Storage]) -> dict[str, int]:

@@ -125,7 +125,7 @@ class _Builder:
 def schedules(draw: st.DrawFn, program: Program) -> tuple[Action, ...]:
     """A random valid schedule without offloading.
 
-    Every forward value is kept or dropped at the boundary; what is missing is recomputed just in time, and dropped again
+    Every forward value is kept or dropped at the boundary; what is missing is recomputed just in time and dropped again
     at random.
     """
     problem = reduce_program(program)
