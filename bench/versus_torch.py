@@ -3,8 +3,8 @@
     python -m bench.versus_torch [--models gpt2,unet,resnet50] [--json]
 
 torch: AOTAutograd with its min-cut partitioner at every budget of the sweep. fxmem: at each measured peak of that
-sweep. Peaks are the allocator's; `op_pct` is the extra op time in percent (measured seconds of each op, times how often it
-runs); `wall_ratio` is the median step over the median step without a plan, alternating runs. `smallest` rows: the
+sweep. Peaks are the allocator's; `op_pct` is the extra op time in percent (measured seconds of each op, times how often
+it runs); `wall_ratio` is the median step over the median step without a plan, alternating runs. `smallest` rows: the
 smallest peak each one reaches.
 """
 

@@ -7,7 +7,8 @@ from fxmem.units import format_bytes, parse_bytes, resolve_budget
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("6GiB", 6 * 2**30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("12", 12), ("3gib", 3 * 2**30)]
+    ("text", "nbytes"),
+    [("6GiB", 6 * 2**30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("12", 12), ("3gib", 3 * 2**30)],
 )
 def test_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ir.test_program import two_op_program
 
 from fxmem.errors import VerifyError
 from fxmem.planners.problem import reduce_program
@@ -11,6 +10,7 @@ from fxmem.schedule import Compute, Free, Machine, Offload, Recompute, Reload, S
 from fxmem.schedule.actions import action_from_json, action_to_json
 from fxmem.schedule.simulate import Link
 from fxmem.testing.programs import check_schedule, programs, schedules
+from tests.ir.test_program import two_op_program
 
 MACHINE = Machine({"host": Link(out_bytes_per_s=4.0, in_bytes_per_s=8.0, latency_s=0.5)})
 SAVED = (Compute(1), Compute(3), StartBackward(), Compute(4))
