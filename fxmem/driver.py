@@ -14,6 +14,7 @@ from fxmem.doctor import machine
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.ir.program import Program
 from fxmem.options import Settings
+from fxmem.passes.offload import why_not_offloadable
 from fxmem.planners import Options
 from fxmem.planning import Plan, make_plan
 from fxmem.schedule import Machine
@@ -47,7 +48,10 @@ def plan_graph(
     if settings.plan is not None:
         return settings.plan.for_graph(joint, program)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
-    return replace(make_plan(program, budget, settings.planner, planner_options(program, settings)), joint=joint)
+    options = planner_options(program, settings)
+    if options.tiers:
+        options = replace(options, pinned=frozenset(why_not_offloadable(joint, program, min_bytes=1)))
+    return replace(make_plan(program, budget, settings.planner, options), joint=joint)
 
 
 def planner_options(program: Program, settings: Settings) -> Options:
