@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 from fxmem.errors import BudgetInfeasible, OptionError
-from fxmem.pipeline.chain import Chain, Cluster
-from fxmem.pipeline.curves import Recompute
-from fxmem.pipeline.partition.auto import fits
-from fxmem.pipeline.partition.base import Problem
-from fxmem.pipeline.plan import PipelinePlan
-from fxmem.pipeline.registry import PLANNERS, plan_pipeline
-from fxmem.pipeline.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
+from fxmem.pipelining.chain import Chain, Cluster
+from fxmem.pipelining.curves import Recompute
+from fxmem.pipelining.partition.auto import fits
+from fxmem.pipelining.partition.base import Problem
+from fxmem.pipelining.plan import PipelinePlan
+from fxmem.pipelining.registry import PLANNERS, plan_pipeline
+from fxmem.pipelining.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
 
 Row = dict[str, Any]
 GIB = 2**30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fxmem.pipeline.chain import Block, Chain, Option, lower_hull
+from fxmem.pipelining.chain import Block, Chain, Option, lower_hull
 
 
 def random_block(rng: random.Random, name: str) -> Block:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fxmem.errors import OptionError
-from fxmem.pipeline.chain import Chain, Link, Option, chain_from_curves, lower_hull
-from fxmem.pipeline.synthetic import amoebanet_like, gpt_like, vgg_like
+from fxmem.pipelining.chain import Chain, Link, Option, chain_from_curves, lower_hull
+from fxmem.pipelining.synthetic import amoebanet_like, gpt_like, vgg_like
 from tests.pipeline.chains import random_chain
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxmem.pipeline.chain import Chain, Cluster
-from fxmem.pipeline.curves import Curves, StageTable
-from fxmem.pipeline.evaluate import Evaluator, OneFOneBN, occupancy
-from fxmem.pipeline.schedules import one_f_one_b_n
+from fxmem.pipelining.chain import Chain, Cluster
+from fxmem.pipelining.curves import Curves, StageTable
+from fxmem.pipelining.evaluate import Evaluator, OneFOneBN, occupancy
+from fxmem.pipelining.schedules import one_f_one_b_n
 from tests.pipeline.chains import random_chain
 
 

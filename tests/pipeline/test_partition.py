@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from fxmem.errors import BudgetInfeasible, OptionError, PlanMismatch
-from fxmem.pipeline.bound import lower_bound_s
-from fxmem.pipeline.chain import Chain, Cluster, Link
-from fxmem.pipeline.evaluate import OneFOneBN
-from fxmem.pipeline.partition.auto import Effort, plan_auto
-from fxmem.pipeline.partition.base import Problem
-from fxmem.pipeline.partition.mcap import mcap_cuts, predictions, profile_of, profile_runs, stage_aware_statistics
-from fxmem.pipeline.partition.onefoneb_star import groups
-from fxmem.pipeline.partition.periodic_ilp import PeriodicProgram, shortest_period, unroll
-from fxmem.pipeline.partition.proposals import balanced, min_max
-from fxmem.pipeline.plan import PipelinePlan
-from fxmem.pipeline.registry import PLANNERS, plan_pipeline
-from fxmem.pipeline.schedules import verify_schedule
-from fxmem.pipeline.simulate import StageCost, simulate
-from fxmem.pipeline.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
+from fxmem.pipelining.bound import lower_bound_s
+from fxmem.pipelining.chain import Chain, Cluster, Link
+from fxmem.pipelining.evaluate import OneFOneBN
+from fxmem.pipelining.partition.auto import Effort, plan_auto
+from fxmem.pipelining.partition.base import Problem
+from fxmem.pipelining.partition.mcap import mcap_cuts, predictions, profile_of, profile_runs, stage_aware_statistics
+from fxmem.pipelining.partition.onefoneb_star import groups
+from fxmem.pipelining.partition.periodic_ilp import PeriodicProgram, shortest_period, unroll
+from fxmem.pipelining.partition.proposals import balanced, min_max
+from fxmem.pipelining.plan import PipelinePlan
+from fxmem.pipelining.registry import PLANNERS, plan_pipeline
+from fxmem.pipelining.schedules import verify_schedule
+from fxmem.pipelining.simulate import StageCost, simulate
+from fxmem.pipelining.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
 from tests.pipeline.chains import random_chain
 
 LINK = Link(0.05, 40.0)

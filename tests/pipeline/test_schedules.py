@@ -8,8 +8,8 @@ import random
 import pytest
 
 from fxmem.errors import OptionError
-from fxmem.pipeline.chain import Cluster
-from fxmem.pipeline.schedules import (
+from fxmem.pipelining.chain import Cluster
+from fxmem.pipelining.schedules import (
     Action,
     DeadlockError,
     Schedule,
@@ -21,7 +21,7 @@ from fxmem.pipeline.schedules import (
     verify_schedule,
     zero_bubble,
 )
-from fxmem.pipeline.simulate import StageCost, simulate
+from fxmem.pipelining.simulate import StageCost, simulate
 
 GRID = [(devices, num) for devices in range(1, 9) for num in (1, 2, 5, 8, 16, 32)]
 CHUNKED = (

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from fxmem.pipeline.chain import Cluster, Link
-from fxmem.pipeline.schedules import Action, Schedule, gpipe, one_f_one_b, one_f_one_b_n, torch_schedule, zero_bubble
-from fxmem.pipeline.simulate import StageCost, simulate
+from fxmem.pipelining.chain import Cluster, Link
+from fxmem.pipelining.schedules import Action, Schedule, gpipe, one_f_one_b, one_f_one_b_n, torch_schedule, zero_bubble
+from fxmem.pipelining.simulate import StageCost, simulate
 
 
 def _random_costs(rng: random.Random, num_stages: int) -> list[StageCost]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxmem.pipeline.chain import FloatArray
-from fxmem.pipeline.curves import IntArray
-from fxmem.pipeline.evaluate import Candidate, DeviceCurve, Evaluator
+from fxmem.pipelining.chain import FloatArray
+from fxmem.pipelining.curves import IntArray
+from fxmem.pipelining.evaluate import Candidate, DeviceCurve, Evaluator
 
 _MAX_TRIES = 80
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fxmem.pipeline.chain import Chain, FloatArray
+from fxmem.pipelining.chain import Chain, FloatArray
 
 Recompute = Literal["optimal", "none", "full"]
 Span = tuple[int, int]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxmem.pipeline.chain import Chain, Cluster, FloatArray
-from fxmem.pipeline.curves import Curves, IntArray, Recompute
+from fxmem.pipelining.chain import Chain, Cluster, FloatArray
+from fxmem.pipelining.curves import Curves, IntArray, Recompute
 
 
 def lower_bound_s(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
-from fxmem.pipeline.bound import lower_bound_s
-from fxmem.pipeline.chain import Chain, Cluster
-from fxmem.pipeline.curves import Recompute, StageTable
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, OneFOneBN, ScheduleMaker
-from fxmem.pipeline.partition.proposals import in_flight_of, least_memory
-from fxmem.pipeline.plan import PipelinePlan, make_plan
+from fxmem.pipelining.bound import lower_bound_s
+from fxmem.pipelining.chain import Chain, Cluster
+from fxmem.pipelining.curves import Recompute, StageTable
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, OneFOneBN, ScheduleMaker
+from fxmem.pipelining.partition.proposals import in_flight_of, least_memory
+from fxmem.pipelining.plan import PipelinePlan, make_plan
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxmem.pipeline.chain import FloatArray
-from fxmem.pipeline.evaluate import Cuts
-from fxmem.pipeline.partition.base import Clock, Problem, best_of, finish
-from fxmem.pipeline.partition.proposals import balanced
-from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipelining.chain import FloatArray
+from fxmem.pipelining.evaluate import Cuts
+from fxmem.pipelining.partition.base import Clock, Problem, best_of, finish
+from fxmem.pipelining.partition.proposals import balanced
+from fxmem.pipelining.plan import PipelinePlan
 
 
 def weights(problem: Problem, name: str) -> FloatArray:

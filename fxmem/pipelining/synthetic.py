@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxmem.pipeline.chain import Block, Chain, Link, Option, lower_hull
+from fxmem.pipelining.chain import Block, Chain, Link, Option, lower_hull
 
 FLOPS_PER_S = 15.7e12 * 0.6
 BYTES_PER_S = 900e9 * 0.7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, ScheduleMaker
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, ScheduleMaker
 
 State = tuple[Cuts, tuple[int, ...]]
 

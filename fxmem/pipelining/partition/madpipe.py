@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxmem.pipeline.curves import Recompute
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, OneFOneBN
-from fxmem.pipeline.partition.base import Clock, Problem, finish
-from fxmem.pipeline.partition.periodic_ilp import schedule_allocation
-from fxmem.pipeline.partition.proposals import balanced, in_flight_of
-from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipelining.curves import Recompute
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, OneFOneBN
+from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.periodic_ilp import schedule_allocation
+from fxmem.pipelining.partition.proposals import balanced, in_flight_of
+from fxmem.pipelining.plan import PipelinePlan
 
 _MOST_VISITS = 8_000
 """States expanded for one target; a target not reached by then counts as out of reach."""

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fxmem.pipeline.chain import Chain, Cluster, FloatArray
-from fxmem.pipeline.curves import Curves, Recompute, Span, StageCurve
-from fxmem.pipeline.schedules import Action, Schedule, one_f_one_b_n, zero_bubble
-from fxmem.pipeline.simulate import StageCost, durations_of, layout_of, run_memory, run_times, step_of
+from fxmem.pipelining.chain import Chain, Cluster, FloatArray
+from fxmem.pipelining.curves import Curves, Recompute, Span, StageCurve
+from fxmem.pipelining.schedules import Action, Schedule, one_f_one_b_n, zero_bubble
+from fxmem.pipelining.simulate import StageCost, durations_of, layout_of, run_memory, run_times, step_of
 
 Cuts = tuple[int, ...]
 """Boundaries of the stages: 0, ..., L."""

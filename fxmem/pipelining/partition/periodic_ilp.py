@@ -19,13 +19,13 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from fxmem.pipeline.chain import Cluster
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, FixedSchedule
-from fxmem.pipeline.partition.base import Clock, Problem, finish
-from fxmem.pipeline.partition.onefoneb_star import star_proposals
-from fxmem.pipeline.plan import PipelinePlan
-from fxmem.pipeline.schedules import Action, Kind, Schedule
-from fxmem.pipeline.simulate import StageCost
+from fxmem.pipelining.chain import Cluster
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule
+from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.onefoneb_star import star_proposals
+from fxmem.pipelining.plan import PipelinePlan
+from fxmem.pipelining.schedules import Action, Kind, Schedule
+from fxmem.pipelining.simulate import StageCost
 
 _PRECISION = 0.005
 _TIME_LIMIT_S = 5.0

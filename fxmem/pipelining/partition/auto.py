@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
-from fxmem.pipeline.bound import lower_bound_s
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, FixedSchedule, OneFOneBN, ScheduleMaker, ZeroBubble
-from fxmem.pipeline.partition.base import Clock, Problem, finish
-from fxmem.pipeline.partition.layers import cuts_by
-from fxmem.pipeline.partition.mcap import mcap_cuts
-from fxmem.pipeline.partition.polish import polish
-from fxmem.pipeline.partition.proposals import (
+from fxmem.pipelining.bound import lower_bound_s
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule, OneFOneBN, ScheduleMaker, ZeroBubble
+from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.layers import cuts_by
+from fxmem.pipelining.partition.mcap import mcap_cuts
+from fxmem.pipelining.partition.polish import polish
+from fxmem.pipelining.partition.proposals import (
     ALPHAS,
     Proposal,
     Times,
@@ -30,9 +30,9 @@ from fxmem.pipeline.partition.proposals import (
     periodic,
     total_time,
 )
-from fxmem.pipeline.partition.search import State, improve
-from fxmem.pipeline.plan import PipelinePlan
-from fxmem.pipeline.schedules import torch_schedule
+from fxmem.pipelining.partition.search import State, improve
+from fxmem.pipelining.plan import PipelinePlan
+from fxmem.pipelining.schedules import torch_schedule
 
 SCHEDULES = ("1f1b-n", "zero-bubble", "interleaved")
 

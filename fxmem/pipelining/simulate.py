@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxmem.pipeline.chain import Cluster, FloatArray
-from fxmem.pipeline.schedules import Action, DeadlockError, Schedule, verify_schedule
+from fxmem.pipelining.chain import Cluster, FloatArray
+from fxmem.pipelining.schedules import Action, DeadlockError, Schedule, verify_schedule
 
 _MIN_S = 1e-12
 """A shortest duration: an action that takes no time would leave its transient bytes out of the peak."""

@@ -12,11 +12,11 @@ import math
 import random
 from dataclasses import dataclass
 
-from fxmem.pipeline.evaluate import Candidate, Cuts, Evaluator, ScheduleMaker
-from fxmem.pipeline.partition.base import Clock, Problem, finish
-from fxmem.pipeline.partition.layers import cuts_by
-from fxmem.pipeline.plan import PipelinePlan
-from fxmem.pipeline.simulate import StageCost, durations_of, layout_of, run_memory, run_times, step_of
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, ScheduleMaker
+from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.layers import cuts_by
+from fxmem.pipelining.plan import PipelinePlan
+from fxmem.pipelining.simulate import StageCost, durations_of, layout_of, run_memory, run_times, step_of
 
 _ALPHA_PER_MS = 1.2
 _MS_PER_MIB_OVER = 10.0

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from fxmem.errors import OptionError
-from fxmem.pipeline.chain import Chain, Cluster
-from fxmem.pipeline.curves import Recompute
-from fxmem.pipeline.partition.auto import plan_auto
-from fxmem.pipeline.partition.base import Problem
-from fxmem.pipeline.partition.layers import plan_layers, plan_parameters, plan_time
-from fxmem.pipeline.partition.madpipe import plan_madpipe
-from fxmem.pipeline.partition.mcap import plan_mcap, plan_mcap_paper
-from fxmem.pipeline.partition.memflow import plan_memflow
-from fxmem.pipeline.partition.onefoneb_star import plan_onefoneb_star
-from fxmem.pipeline.partition.periodic_ilp import plan_periodic_ilp
-from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipelining.chain import Chain, Cluster
+from fxmem.pipelining.curves import Recompute
+from fxmem.pipelining.partition.auto import plan_auto
+from fxmem.pipelining.partition.base import Problem
+from fxmem.pipelining.partition.layers import plan_layers, plan_parameters, plan_time
+from fxmem.pipelining.partition.madpipe import plan_madpipe
+from fxmem.pipelining.partition.mcap import plan_mcap, plan_mcap_paper
+from fxmem.pipelining.partition.memflow import plan_memflow
+from fxmem.pipelining.partition.onefoneb_star import plan_onefoneb_star
+from fxmem.pipelining.partition.periodic_ilp import plan_periodic_ilp
+from fxmem.pipelining.plan import PipelinePlan
 
 PLANNERS: dict[str, Callable[..., PipelinePlan]] = {
     "auto": plan_auto,

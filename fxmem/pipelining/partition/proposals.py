@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxmem.pipeline.chain import Chain, Cluster, FloatArray
-from fxmem.pipeline.curves import IntArray, StageTable
-from fxmem.pipeline.evaluate import Cuts
+from fxmem.pipelining.chain import Chain, Cluster, FloatArray
+from fxmem.pipelining.curves import IntArray, StageTable
+from fxmem.pipelining.evaluate import Cuts
 
 ALPHAS = (1.0, 1.34, 1.67, 2.0, 2.5)
 _TIME_FACTORS = (1.0, 1.01, 1.025, 1.05, 1.1, 1.2)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fxmem.errors import OptionError
-from fxmem.pipeline.chain import FloatArray
-from fxmem.pipeline.curves import Recompute, StageTable
-from fxmem.pipeline.evaluate import Cuts, Evaluator
-from fxmem.pipeline.partition.base import Clock, Problem, best_of, finish
-from fxmem.pipeline.partition.proposals import in_flight_of, min_max
-from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipelining.chain import FloatArray
+from fxmem.pipelining.curves import Recompute, StageTable
+from fxmem.pipelining.evaluate import Cuts, Evaluator
+from fxmem.pipelining.partition.base import Clock, Problem, best_of, finish
+from fxmem.pipelining.partition.proposals import in_flight_of, min_max
+from fxmem.pipelining.plan import PipelinePlan
 
 Profile = Callable[[int, int, int], float]
 """Peak bytes of a device that holds blocks [i, j) with so many microbatches in flight."""

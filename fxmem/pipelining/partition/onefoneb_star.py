@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxmem.pipeline.evaluate import Cuts, OneFOneBN, ScheduleMaker
-from fxmem.pipeline.partition.base import Clock, Problem, best_of, finish
-from fxmem.pipeline.partition.proposals import Times, periodic
-from fxmem.pipeline.plan import PipelinePlan
+from fxmem.pipelining.evaluate import Cuts, OneFOneBN, ScheduleMaker
+from fxmem.pipelining.partition.base import Clock, Problem, best_of, finish
+from fxmem.pipelining.partition.proposals import Times, periodic
+from fxmem.pipelining.plan import PipelinePlan
 
 
 def groups(stage_s: Sequence[float], link_s: Sequence[float], period_s: float) -> tuple[int, ...]:

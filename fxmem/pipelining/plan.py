@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxmem.errors import PlanMismatch
-from fxmem.pipeline.chain import Chain, Cluster
-from fxmem.pipeline.evaluate import Candidate, Evaluator
-from fxmem.pipeline.schedules import Schedule, parse_actions
-from fxmem.pipeline.simulate import Simulation, StageCost, simulate
+from fxmem.pipelining.chain import Chain, Cluster
+from fxmem.pipelining.evaluate import Candidate, Evaluator
+from fxmem.pipelining.schedules import Schedule, parse_actions
+from fxmem.pipelining.simulate import Simulation, StageCost, simulate
 from fxmem.units import format_bytes
 
 
