@@ -89,7 +89,7 @@ def _trained(function: Any, args: tuple[Any, ...], budget: Budget, options: dict
     step.zero_grad() if isinstance(step, torch.nn.Module) else None
     plan = step.plan
     return {
-        "budget_bytes": budget,
+        "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.peak_bytes,
         "measured_bytes": fxmem.measure(lambda: step(*args).backward()).peak_bytes,
         "extra_op_pct": 100 * plan.extra_s / plan.baseline_s,
@@ -161,6 +161,8 @@ def load_model(name: str, size: str = "small") -> tuple[Any, tuple[Any, ...]]:
         return built[0], tuple(built[1])
     from fxmem.testing import zoo
 
+    if name not in zoo.NAMES:
+        raise OptionError(f"unknown model {name!r}: give package.module:function, or one of {', '.join(zoo.NAMES)}")
     return zoo.build(name, size)  # type: ignore[arg-type]
 
 
