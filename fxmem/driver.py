@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from fxmem import compat
 from fxmem.analysis import cost
 from fxmem.capture import JointGraph
 from fxmem.doctor import machine
@@ -56,7 +57,8 @@ def plan_graph(
 
 def planner_options(program: Program, settings: Settings) -> Options:
     """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress."""
-    links = machine(settings.tiers, settings.offload_dir, settings.device_spec) if settings.tiers else Machine()
+    with compat.no_modes():  # bandwidths are measured on real memory, also while Dynamo's fake tensors are in force
+        links = machine(settings.tiers, settings.offload_dir, settings.device_spec) if settings.tiers else Machine()
     return Options(solve_s=settings.solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
 
 
