@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -60,38 +59,41 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 def demo(model: str, report: Path, size: str, as_json: bool, **options: Any) -> None:
     """Train MODEL for a step without a plan and under three budgets: predicted, measured, time."""
     function, args = load_model(model, size)
-    lowest = fxmem.plan(function, args, budget="min", **_given(options))
-    span = lowest.baseline_peak_bytes - lowest.peak_bytes
-    budgets = [None, *(lowest.peak_bytes + int(span * share) for share in (0.66, 0.33, 0.1))]
-    rows = [_trained(function, args, budget, options) for budget in budgets]
+    step = fxmem.compile(function, **_given(options))
+    rows = [_trained(step, args, None)]
+    peak_bytes, lowest_bytes = rows[0]["predicted_bytes"], _trained(step, args, "min")["predicted_bytes"]
+    rows += [
+        _trained(step, args, lowest_bytes + int((peak_bytes - lowest_bytes) * share)) for share in (0.66, 0.33, 0.1)
+    ]
     for row in rows:
         row["extra_wall_pct"] = 100 * (row["seconds"] / rows[0]["seconds"] - 1)
-    fxmem.plan(function, args, budget=budgets[-1], **_given(options)).report(report)
+    step.plan.report(report)
     if as_json:
-        _print_json({"model": model, "min_bytes": lowest.peak_bytes, "rows": rows, "report": str(report)})
+        _print_json({"model": model, "min_bytes": lowest_bytes, "rows": rows, "report": str(report)})
         return
-    title = f"one training step of {model} ({size}); smallest feasible budget {format_bytes(lowest.peak_bytes)}"
+    title = f"one training step of {model} ({size}); smallest feasible budget {format_bytes(lowest_bytes)}"
     _print_table(title, rows)
     Console().print(f"timeline and decisions of the tightest plan: {report}")
 
 
-def _trained(function: Any, args: tuple[Any, ...], budget: Budget, options: dict[str, Any]) -> dict[str, Any]:
-    """Compile, warm up, measure one step."""
-    step = fxmem.compile(function, budget=budget, **_given(options))
+def _trained(step: Any, args: tuple[Any, ...], budget: Budget) -> dict[str, Any]:
+    """Hold `step` to `budget`, warm up, measure one step."""
+    step.set_budget(budget)
 
     def run() -> None:
-        step.zero_grad() if isinstance(step, torch.nn.Module) else None
+        for parameter in step.step.parameters:
+            parameter.grad = None
         step(*args).backward()
 
     for _ in range(2):
         run()
     seconds = statistics.median(timeit.repeat(run, number=1, repeat=5))
-    step.zero_grad() if isinstance(step, torch.nn.Module) else None
+    measured_bytes = fxmem.measure(run).peak_bytes
     plan = step.plan
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.peak_bytes,
-        "measured_bytes": fxmem.measure(lambda: step(*args).backward()).peak_bytes,
+        "measured_bytes": measured_bytes,
         "extra_op_pct": 100 * plan.extra_s / plan.baseline_s,
         "bound_pct": 100 * plan.lower_bound_s / plan.baseline_s,
         "seconds": seconds,
@@ -129,7 +131,8 @@ def plan(
 def measure(model: str, budget: str | None, size: str, as_json: bool, **options: Any) -> None:
     """Run one training step of MODEL under a budget and measure it."""
     function, args = load_model(model, size)
-    row = _trained(function, args, None if budget is None else parse_budget(budget), options)
+    step = fxmem.compile(function, **_given(options))
+    row = _trained(step, args, None if budget is None else parse_budget(budget))
     _print_json(row) if as_json else _print_table(f"one training step of {model}", [row])
 
 

@@ -51,7 +51,7 @@ class Step:
         self._trace: MemoryTrace | None = None
         self._start_bytes = 0
         self._failure: BudgetInfeasible | None = None
-        self._parameters = parameters_of(function)
+        self.parameters = parameters_of(function)
         self._gradient_bytes = 0
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
         self.num_retries = 0
@@ -86,7 +86,7 @@ class Step:
         """
         if self._failure is not None:
             raise self._failure
-        existing_bytes = gradient_bytes([*self._parameters, *(x for x in args if isinstance(x, nn.Parameter))])
+        existing_bytes = gradient_bytes([*self.parameters, *(x for x in args if isinstance(x, nn.Parameter))])
         if existing_bytes > self._gradient_bytes:
             self._gradient_bytes = existing_bytes
             self.plan_again()
