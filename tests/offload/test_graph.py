@@ -279,10 +279,15 @@ def test_devices_do_not_mix(case: Case) -> None:
         open_transfers(program, [Offload(case.saved[0]), Offload(case.saved[1])])
 
 
+def _moving_bytes(transfers: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [transfer for transfer in transfers if transfer[0] != "wait"]
+
+
 @pytest.mark.slow
 def test_under_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code runs every transfer, in the order of the plan, and gives the gradients of the unplanned one.
+    """Compiled code runs every transfer and gives the gradients of the unplanned one.
 
+    What takes or gives back bytes keeps the order of the plan; a wait may come earlier, which costs time, not bytes.
     The order holds only if inductor is told not to reorder for memory; values are right either way.
     """
     monkeypatch.setattr("torch._inductor.config.reorder_for_peak_memory", False)
@@ -316,7 +321,8 @@ def test_under_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     expected = gradients(False)
     assert same(gradients(True), expected)
-    assert calls == planned
+    assert sorted(calls) == sorted(planned)
+    assert _moving_bytes(calls) == _moving_bytes(planned)
     assert len(planned) >= 12
     for transfers in opened:
         transfers.close()
