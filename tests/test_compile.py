@@ -48,6 +48,7 @@ def test_unplanned_gradients_are_eagers(compiled):
     assert equal(gradients(module), expected)
 
 
+@pytest.mark.slow
 def test_infeasible_budget_names_one_that_works(compiled):
     module, step, args, expected = compiled
     step.set_budget(1000)
@@ -70,6 +71,7 @@ def test_no_budget_changes_nothing(compiled):
     module.zero_grad()
 
 
+@pytest.mark.slow
 def test_existing_gradients_count(compiled):
     """Accumulating steps hold old and new gradients at once: planned again when the old ones appear."""
     module, step, args, expected = compiled
@@ -125,6 +127,7 @@ def train(module, step, args, num_steps):
     return losses
 
 
+@pytest.mark.slow
 def test_dropout_is_never_drawn_again():
     module, args = blocks(dropout=0.3)
     start = copy.deepcopy(module.state_dict())
@@ -150,6 +153,7 @@ def test_batch_statistics_are_updated_once_a_step():
     assert step.plan.extra_s > 0
 
 
+@pytest.mark.slow
 def test_function_with_loss_outside_of_the_graph():
     """Tangents of large outputs stand for the whole backward; the measured step is still under the budget."""
     module, (x, y) = blocks()
@@ -218,6 +222,7 @@ def test_backward_skipped_or_failing_leaves_no_trace():
     assert fxmem.measure(lambda: run(step, args)).peak_bytes <= step.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_dynamic_batch_keeps_the_budget_with_one_dynamo_compilation():
     module, _ = blocks()
     batches = [tuple(torch.randn(n, 32) for _ in range(2)) for n in (64, 128, 96)]
@@ -234,6 +239,7 @@ def test_dynamic_batch_keeps_the_budget_with_one_dynamo_compilation():
         run(step, too_large)
 
 
+@pytest.mark.slow
 def test_torch_compile_backend_by_name():
     module, args = blocks()
     run(module, args)

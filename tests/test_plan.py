@@ -84,6 +84,7 @@ def test_optimizer_state_counts(planned):
     assert 2 * nbytes <= extra <= 2 * nbytes + 64 * len(list(module.parameters()))
 
 
+@pytest.mark.slow
 def test_max_batch_fits_and_one_more_does_not():
     module, args = blocks(batch=8)
     budget = 4_000_000

@@ -7,6 +7,7 @@ import fxmem
 from tests.models import blocks, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_offloaded_step_keeps_its_budget_and_gradients(tier, tmp_path):
     module, args = blocks(batch=2048)
