@@ -131,7 +131,9 @@ static void free_guess(Guess *g) { free(g->ratio); free(g->seen); }
 
 /* The values recomputed in backward whose life ends in segment b, for every b. They count as forgotten there. */
 static void list_dead(Ctx *c) {
-    int n = 0, *seg = malloc(sizeof(int) * (size_t)(c->num_steps + c->S + 1)), *val = malloc(sizeof(int) * (size_t)(c->num_steps + c->S + 1));
+    size_t room = (size_t)c->S + 1; /* a step may write several values */
+    for (int t = 0; t < c->num_steps; t++) room += (size_t)(c->wp[c->E[t] + 1] - c->wp[c->E[t]]);
+    int n = 0, *seg = malloc(sizeof(int) * room), *val = malloc(sizeof(int) * room);
     memset(c->avail, 0, (size_t)c->S);
     for (int t = 0; t < c->num_steps; t++) {
         int k = c->E[t];
@@ -147,6 +149,8 @@ static void list_dead(Ctx *c) {
     memset(c->aptr, 0, sizeof(int) * ((size_t)c->N + 2));
     for (int i = 0; i < n; i++) c->aptr[seg[i] + 1]++;
     for (int b = 0; b <= c->N; b++) c->aptr[b + 1] += c->aptr[b];
+    free(c->aval);
+    c->aval = malloc(sizeof(int) * room);
     for (int i = n; i-- > 0;) c->aval[--c->aptr[seg[i] + 1]] = val[i];
     for (int b = 0; b <= c->N; b++) c->aptr[b] = c->aptr[b + 1];
     c->aptr[c->N + 1] = c->aptr[c->N] = n;
