@@ -2,7 +2,8 @@
 
     python -m bench.accuracy [--models gpt2,unet] [--size small] [--json]
 
-Budgets: 1.1 times the smallest feasible, the middle, and 0.9 of the unplanned peak (or halfway to it). `error_pct`: measured over
+Budgets: 1.1 times the smallest feasible, the middle, and 0.9 of the unplanned peak (or halfway to it).
+`error_pct`: measured over
 predicted. `same_gradients`: bitwise those of the same graph compiled with no budget; `eager_error`: relative norm of
 the difference to eager's.
 """
