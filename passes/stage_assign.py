@@ -321,7 +321,7 @@ def _backward_only(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node
 
 def _check_buffers(staging: Staging, overwritten: set[fx.Node]) -> None:
     """A buffer that the step overwrites belongs to one stage: another would read the value of another microbatch."""
-    for buffer in overwritten:
+    for buffer in (n for n in staging.joint.nodes if n in overwritten):
         stages = {staging.home[n] for n in buffer.users if n in staging.home and n not in staging.floating}
         if len(stages) > 1:
             name = staging.joint.names.get(buffer.name, buffer.name)
