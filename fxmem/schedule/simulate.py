@@ -53,7 +53,7 @@ class SimResult:
 
     `bytes_at[i]`: device bytes standing while action i runs, workspace included. `peak_step`: first action at the peak.
     `seconds`: makespan; `compute_s` of it computing, of which `recompute_s` again; `stall_s` = waiting for copies.
-    `tier_peak_bytes`: most bytes held at once on each tier. `lifetimes`: (storage, first step, last step) of every
+    `tier_peak_bytes`: most bytes held at once on each tier, a copy from its offload to its last wait. `lifetimes`: (storage, first step, last step) of every
     residency, both ends inclusive; the last step is len(actions) for what is never given back.
     """
 
@@ -88,7 +88,7 @@ def simulate(program: Program, actions: Sequence[Action], machine: Machine | Non
         seconds=max([clock.now, *(end for end in clock.streams.values())]),
         compute_s=clock.compute_s,
         recompute_s=clock.recompute_s,
-        tier_peak_bytes=clock.tier_peak_bytes,
+        tier_peak_bytes=_tier_peak_bytes(program, actions),
         bytes_moved=clock.bytes_moved,
         spans=clock.spans,
         lifetimes=lifetimes,
@@ -257,6 +257,25 @@ def _bytes_at(
     return level
 
 
+def _tier_peak_bytes(program: Program, actions: Sequence[Action]) -> dict[Tier, int]:
+    """Most bytes on each tier: a copy stands from its `Offload` to the last `Wait` for it (to the end without one)."""
+    nbytes = program.nbytes()
+    copies: dict[int, tuple[Tier, int, int]] = {}  # by step of the Offload: tier, bytes, last step
+    newest: dict[int, int] = {}
+    for step, action in enumerate(actions):
+        if isinstance(action, Offload):
+            newest[action.storage] = step
+            copies[step] = action.tier, nbytes[action.storage], len(actions)
+        elif isinstance(action, Wait):
+            first = newest[action.storage]
+            copies[first] = (*copies[first][:2], step)
+    change = {tier: np.zeros(len(actions) + 2, dtype=np.int64) for tier, *_ in copies.values()}
+    for first, (tier, size, last) in copies.items():
+        change[tier][first] += size
+        change[tier][last + 1] -= size
+    return {tier: int(np.cumsum(delta).max()) for tier, delta in change.items()}
+
+
 class _Clock:
     """Seconds: every wait refers to an earlier record, so a schedule is max-plus and can't deadlock."""
 
@@ -268,8 +287,6 @@ class _Clock:
         self.tier_of: dict[int, Tier] = {}
         self.out_end: dict[int, float] = {}
         self.in_end: dict[int, float] = {}
-        self.held: dict[Tier, int] = {}
-        self.tier_peak_bytes: dict[Tier, int] = {}
         self.bytes_moved = 0
         self.spans: list[Span] = []
 
@@ -286,8 +303,6 @@ class _Clock:
                 if tier not in self.machine.links:
                     raise VerifyError(f"step {step}, {action}: the machine has no {tier} tier")
                 self.tier_of[storage] = tier
-                self.held[tier] = self.held.get(tier, 0) + self.nbytes[storage]
-                self.tier_peak_bytes[tier] = max(self.tier_peak_bytes.get(tier, 0), self.held[tier])
                 self.out_end[storage] = self._copy(step, storage, "out", self.now)
             case Free(storage):
                 self.now = max(self.now, self.out_end[storage])

@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 
 from fxmem.errors import VerifyError
 from fxmem.planners.problem import reduce_program
+from fxmem.runtime.layout import plan_layout
 from fxmem.schedule import Compute, Free, Machine, Offload, Recompute, Reload, StartBackward, Wait, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
 from fxmem.schedule.simulate import Link
 from fxmem.testing.programs import check_schedule, programs, schedules
 from tests.ir.test_program import two_op_program
+from tests.planners.models import Builder
 
 MACHINE = Machine({"host": Link(out_bytes_per_s=4.0, in_bytes_per_s=8.0, latency_s=0.5)})
 SAVED = (Compute(1), Compute(3), StartBackward(), Compute(4))
@@ -57,6 +59,21 @@ def test_offload_moves_bytes_at_program_points_and_waits():
     assert result.bytes_at.tolist() == [12, 12, 13, 5, 5, 13, 13, 21]
     assert (result.seconds, result.stall_s) == (7.0, 3.0)
     assert (dict(result.tier_peak_bytes), result.bytes_moved) == ({"host": 8}, 16)
+
+
+def test_a_tier_gives_back_what_was_waited_for():
+    b = Builder()
+    made = [b.add("input", [], 4)]
+    for _ in range(3):
+        made.append(b.add("relu", [made[-1]], 64, 1.0))
+    program = b.build("chain", [made[3]], [b.add("mul", made[1:], 64, 1.0, "backward")])
+    away = {s: (Offload(s), Free(s), Reload(s), Wait(s)) for s in (1, 2)}
+    end = (Compute(3), StartBackward(), Compute(4))
+    apart = (Compute(1), *away[1], Compute(2), *away[2], *end)
+    together = (Compute(1), *away[1][:1], Compute(2), *away[2], *away[1][1:], *end)
+    for actions, nbytes in ((apart, 64), (together, 128)):
+        assert simulate(program, actions, MACHINE).tier_peak_bytes == {"host": nbytes}
+        assert plan_layout(program, actions).host_bytes == nbytes
 
 
 @pytest.mark.parametrize(
