@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners.chain_blocks import Blocks, choose_cuts, split
@@ -29,8 +30,9 @@ from fxmem.planners.chains.simulate import Reload as ChainReload
 from fxmem.planners.chains.simulate import Wait as ChainWait
 from fxmem.planners.chains.simulate import simulate as simulate_chain
 from fxmem.planners.chains.tree import compute_actions, save_everything
+from fxmem.planners.offload_kernel import offloadable
 from fxmem.planners.problem import Problem
-from fxmem.planners.registry import Options, Planner, Solution, register
+from fxmem.planners.registry import Options, Planner, Solution, fastest_tier, register
 from fxmem.schedule import Action, Machine, simulate
 from fxmem.schedule.actions import Compute, Free, Offload, Recompute, Reload, StartBackward, Tier, Wait
 
@@ -45,7 +47,8 @@ class _Emitter:
     """The program's actions for a chain schedule, with what is on the device at each point."""
 
     blocks: Blocks
-    tier: Tier = "host"
+    tier: Tier
+    may_move: npt.NDArray[np.uint8]
     actions: list[Action] = field(default_factory=list)
     have: set[int] = field(default_factory=set)
     away: set[int] = field(default_factory=set)  # given up, their copies on the tier
@@ -137,7 +140,7 @@ class _Emitter:
         item = action.item
         if isinstance(action, ChainOffload):
             taken = {s for storages in self.moving.values() for s in storages}
-            fresh = sorted(s for s in self.of(item) & self.have - taken if self.blocks.problem.nbytes[s])
+            fresh = sorted(s for s in self.of(item) & self.have - taken if self.may_move[s])
             self.moving[item] = fresh
             self.actions += [Offload(s, self.tier) for s in fresh]
             return
@@ -155,9 +158,17 @@ class _Emitter:
             del self.moving[item]
 
 
-def program_actions(blocks: Blocks, schedule: Iterable[ChainAction], tier: Tier = "host") -> tuple[Action, ...]:
-    """The program's actions for a chain schedule; what a kernel misses is recomputed or brought back on the spot."""
-    emitter = _Emitter(blocks, tier)
+def program_actions(
+    blocks: Blocks,
+    schedule: Iterable[ChainAction],
+    tier: Tier = "host",
+    may_move: npt.NDArray[np.uint8] | None = None,
+) -> tuple[Action, ...]:
+    """The program's actions for a chain schedule; what a kernel misses is recomputed or brought back on the spot.
+
+    `may_move`: mask of the storages that may leave the device (default: `offloadable`).
+    """
+    emitter = _Emitter(blocks, tier, offloadable(blocks.problem) if may_move is None else may_move)
     for action in schedule:
         match action:
             case Forward():
@@ -176,7 +187,8 @@ class _Search:
     problem: Problem
     budget_bytes: int
     machine: Machine
-    tier: Tier = "host"
+    tier: Tier
+    may_move: npt.NDArray[np.uint8]
     best: tuple[float, tuple[Action, ...]] | None = None
     least: int = 1 << 62
     tried: int = 0
@@ -185,7 +197,7 @@ class _Search:
         """Judge one chain schedule in the program simulator."""
         if schedule is None:
             return False
-        actions = program_actions(blocks, schedule, self.tier)
+        actions = program_actions(blocks, schedule, self.tier, self.may_move)
         result = simulate(self.problem.program, actions, self.machine)
         self.tried += 1
         self.least = min(self.least, result.peak_bytes)
@@ -276,7 +288,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
 
     def plan(problem: Problem, budget_bytes: int, options: Options) -> Solution:
         tier = _tier(options) if moves else "host"
-        search = _Search(problem, budget_bytes, options.machine, tier)
+        search = _Search(problem, budget_bytes, options.machine, tier, offloadable(problem, options.pinned))
         for make, counts in tries:
             for blocks in cuttings(problem, counts):
                 if search.best is not None and search.best[0] <= problem.baseline_s * (1 + 1e-9):
@@ -295,9 +307,9 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
 
 
 def _tier(options: Options) -> Tier:
-    for tier in options.tiers:
-        if tier in options.machine.links:
-            return tier
+    tier = fastest_tier(options)
+    if tier is not None:
+        return tier
     raise OptionError("this planner moves bytes off the device: name a tier that the machine has, as in tiers='host'")
 
 

@@ -1,7 +1,7 @@
 """Keep, recompute or offload, chosen together: what `auto` does when it may use a tier.
 
 Starts of many kinds (`offload_states`) are each repaired greedily and polished; then randomised search from the best.
-Recompute-only plans are among the starts, so the result is never worse than one.
+Recompute-only plans and those of the chain planners are among the starts, so the result is never worse than one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
 from fxmem.planners.bound import free_lunch_s
+from fxmem.planners.chain_starts import chain_solutions, state_of
 from fxmem.planners.evict import evicted_states
 from fxmem.planners.kernel import State
 from fxmem.planners.mincut import CutFamily
@@ -20,7 +21,7 @@ from fxmem.planners.offload_bound import OffloadBound
 from fxmem.planners.offload_kernel import JointKernel, JointScore, offloadable
 from fxmem.planners.offload_states import JointCutFamily, first_states, three_way_states
 from fxmem.planners.problem import Problem
-from fxmem.planners.registry import Options, Solution
+from fxmem.planners.registry import Options, Solution, fastest_tier
 from fxmem.schedule import simulate
 from fxmem.schedule.actions import Tier
 
@@ -28,6 +29,7 @@ _CLOSED = 1e-6  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
 _HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparing with a thorough one
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
+_CHAIN_SHARE = 0.35  # of the time after which no further chain planner starts
 _NUM_SLICES = 12  # of a search, each from another of the states kept
 
 
@@ -105,17 +107,6 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
         turn += 1
 
 
-def fastest_tier(options: Options) -> Tier | None:
-    """The tier of `options.tiers` with the fastest link; None if the machine has none of them."""
-    links = [t for t in options.tiers if t in options.machine.links]
-    return max(links, key=lambda t: _pace(options, t), default=None)
-
-
-def _pace(options: Options, tier: Tier) -> float:
-    link = options.machine.links[tier]
-    return min(link.in_bytes_per_s, link.out_bytes_per_s)
-
-
 def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> Solution:
     """Least extra time found under the budget in `solve_s` on the fastest tier.
 
@@ -133,12 +124,13 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
     if pool.best is None:
         pool.improve(run.smallest(), 0.0)
     if pool.best is None:
+        run.chains(float("inf"))
+    if run.link_hardly_helps():
+        run.recompute_only()
+    if run.other is not None and run.other[0] < pool.best_s:
+        return replace(run.other[1], lower_bound_s=min(pool.floor_s, run.other[0]))
+    if pool.best is None:
         raise run.infeasible()
-    alone = run.recompute_only() if run.link_hardly_helps() else None
-    if alone is not None:
-        return replace(
-            alone, lower_bound_s=min(pool.floor_s, run.alone_s), notes={"tier": "none: the link is too slow"}
-        )
     notes = {"tier": str(tier), "candidates": len(pool.seen), "work": run.kernel.two_way.work}
     return Solution(run.kernel.actions(pool.best, budget_bytes, tier), min(pool.floor_s, pool.best_s), notes)
 
@@ -152,6 +144,7 @@ class _Run:
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
         self.budget_bytes = budget_bytes
         self.alone_s = float("inf")  # extra seconds of the best recompute-only plan seen
+        self.other: tuple[float, Solution] | None = None  # the fastest plan of another planner, with its extra seconds
         self.kernel.load(self.kernel.all_saved())
         self.peak_bytes = self.kernel.evaluate(budget_bytes).peak_bytes
         self.least = (self.peak_bytes, self.kernel.all_saved())  # the smallest peak found, if it was looked for
@@ -172,6 +165,7 @@ class _Run:
         self.certify(bound, self.until(0.17))
         pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
         pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
+        self.chains(self.until(_CHAIN_SHARE))
         if self.link_hardly_helps():
             self.limit_s /= 2  # the other half is for recomputation alone
         search(pool, self.until(0.87), self.options.seed)
@@ -208,17 +202,32 @@ class _Run:
         """Whether a longer look at recomputation alone might beat the joint plan."""
         return not self.pool.is_closed and self.pool.best_s > _HARDLY * self.alone_s
 
-    def recompute_only(self) -> Solution | None:
-        """What `auto` finds without a tier, if that is faster."""
+    def chains(self, deadline_s: float) -> None:
+        """The chain planners' plans, as they are and as states to improve on."""
+        if self.pool.is_closed:
+            return
+        for found in chain_solutions(self.kernel.problem, self.budget_bytes, self.options, deadline_s):
+            self.compare(found)
+            self.pool.improve(state_of(self.kernel.problem, found.actions), deadline_s)
+
+    def compare(self, found: Solution) -> float:
+        """Remember another planner's plan if it is the fastest such; returns its extra seconds."""
+        problem = self.kernel.problem
+        extra_s = simulate(problem.program, found.actions, self.options.machine).seconds - problem.baseline_s
+        if self.other is None or extra_s < self.other[0]:
+            self.other = extra_s, found
+        return extra_s
+
+    def recompute_only(self) -> None:
+        """What `auto` finds without a tier."""
         problem, limit_s = self.kernel.problem, self.options.solve_s
         left_s = None if limit_s is None else max(0.05, self.started + limit_s - time.monotonic())
         try:
             found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=(), solve_s=left_s))
         except BudgetInfeasible:
-            return None
-        extra_s = simulate(problem.program, found.actions).seconds - problem.baseline_s
-        self.alone_s = min(self.alone_s, extra_s)
-        return found if extra_s < self.pool.best_s else None
+            return
+        found = replace(found, notes={"tier": "none: the link is too slow"})
+        self.alone_s = min(self.alone_s, self.compare(found))
 
     def smallest(self) -> State:
         """Bisect for the smallest peak that greedy repair reaches, from where recomputation alone gets."""

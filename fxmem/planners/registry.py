@@ -42,6 +42,16 @@ class Solution:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+def fastest_tier(options: Options) -> Tier | None:
+    """The tier of `options.tiers` with the fastest link; None if the machine has none of them."""
+    links = options.machine.links
+
+    def pace(tier: Tier) -> float:
+        return min(links[tier].in_bytes_per_s, links[tier].out_bytes_per_s)
+
+    return max((tier for tier in options.tiers if tier in links), key=pace, default=None)
+
+
 Planner = Callable[[Problem, int, Options], Solution]
 PLANNERS: dict[str, Planner] = {}
 # modules that register planners when imported

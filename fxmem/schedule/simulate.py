@@ -53,7 +53,7 @@ class SimResult:
 
     `bytes_at[i]`: device bytes standing while action i runs, workspace included. `peak_step`: first action at the peak.
     `seconds`: makespan; `compute_s` of it computing, of which `recompute_s` again; `stall_s` = waiting for copies.
-    `tier_peak_bytes`: most bytes held at once on each tier, a copy from its offload to its last wait. `lifetimes`: (storage, first step, last step) of every
+    `tier_peak_bytes`: most bytes held at once on each tier. `lifetimes`: (storage, first step, last step) of every
     residency, both ends inclusive; the last step is len(actions) for what is never given back.
     """
 
