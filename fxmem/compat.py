@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -387,3 +387,26 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 def fake_inputs(module: fx.GraphModule) -> list[Any]:
     """The fake tensors and sizes that stand for the inputs of a graph that Dynamo captured."""
     return [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+
+
+def with_transfers(rows: Sequence[Sequence[str]], rank_of: Sequence[int]) -> list[list[tuple[int, str, int]]]:
+    """A compute-only pipeline schedule, its action names by rank, with the sends and receives torch's runtime adds.
+
+    Actions are (stage, kind, microbatch), kinds as torch names them: "F", "B", "I", "W", "SEND_F", "RECV_B", ...
+    """
+    from torch.distributed.pipelining import schedules
+
+    actions: dict[int, list[Any]] = {
+        rank: schedules._add_unshard_reshard([schedules._Action.from_str(name) for name in row])
+        for rank, row in enumerate(rows)
+    }
+    count = 1 + max(a.microbatch_index for row in actions.values() for a in row if a.microbatch_index is not None)
+    actions = {rank: schedules._add_reduce_grad(row, count) for rank, row in actions.items()}  # type: ignore[misc]
+    order = schedules._add_send_recv(actions, stage_to_rank=lambda s: rank_of[s], num_stages=len(rank_of))
+    return [transfers_of(order[rank]) for rank in sorted(order)]
+
+
+def transfers_of(actions: Iterable[Any]) -> list[tuple[int, str, int]]:
+    """torch's pipeline actions as (stage, kind, microbatch), overlapped ones one after the other, no others."""
+    flat = [part for action in actions for part in (action.sub_actions or (action,))]
+    return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in flat if a.microbatch_index is not None]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxmem.capture import boxed
 from fxmem.ir.from_fx import program_from_joint
@@ -17,6 +17,7 @@ from fxmem.passes.split_backward import SplitBackward, split_backward
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners.problem import reduce_program
 from fxmem.planning import baseline_actions
+from fxmem.runtime.pipeline_sink import with_sink
 from fxmem.schedule import Action
 
 PlanStage: TypeAlias = Callable[[StageGraph, Program], Sequence[Action] | None]
@@ -61,25 +62,36 @@ class StageCode:
         return tuple(self.graph.values(self.graph.joint.tangents)) if self.graph.is_last else ()
 
     @cached_property
-    def forward(self) -> Run:
-        """[statics, data, receives] -> (results, saved tensors)."""
-        return boxed(self._lowered.forward)
-
-    @cached_property
-    def backward(self) -> Run:
-        """[saved tensors, grad_receives or tangents] -> (grad_sends, gradients)."""
-        return boxed(self._lowered.backward)
-
-    @cached_property
     def split(self) -> SplitBackward:
         return split_backward(self._lowered.backward, len(self.graph.grad_sends))
 
     @cached_property
+    def modules(self) -> Mapping[str, fx.GraphModule]:
+        """What runs, by kind of action: F forward, B backward, I and W its two parts; the last three take a `Sink`."""
+        num_sends, split = len(self.graph.grad_sends), self.split
+        return {
+            "F": self._lowered.forward,
+            "B": with_sink(self._lowered.backward, num_sends, range(len(self.graph.gradients))),
+            "I": with_sink(split.inputs, num_sends, split.early),
+            "W": with_sink(split.weights, 0, split.late),
+        }
+
+    @cached_property
+    def forward(self) -> Run:
+        """[statics, data, receives] -> (results, saved tensors)."""
+        return boxed(self.modules["F"])
+
+    @cached_property
+    def backward(self) -> Run:
+        """[saved tensors, grad_receives or tangents, sink] -> grad_sends."""
+        return boxed(self.modules["B"])
+
+    @cached_property
     def input_backward(self) -> Run:
-        """Like `backward` -> (grad_sends, early gradients, kept)."""
-        return boxed(self.split.inputs)
+        """Like `backward` -> (grad_sends, kept)."""
+        return boxed(self.modules["I"])
 
     @cached_property
     def weight_backward(self) -> Run:
-        """[held, kept] -> late gradients."""
-        return boxed(self.split.weights)
+        """[held, kept, sink] -> ()."""
+        return boxed(self.modules["W"])

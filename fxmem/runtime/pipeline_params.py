@@ -98,13 +98,17 @@ class Parameters:
                     owner.register_buffer(leaf, self.tensors[name], persistent=alias not in self.names.transient)
         return root
 
-    def accumulate(self, name: str, gradient: Tensor) -> None:
-        """Add `gradient` to the parameter's; of a shared one only after `reduce_shared`."""
-        if name in self.shared:
-            held = self._pending.get(name)
-            self._pending[name] = _owned(gradient, self.tensors[name]) if held is None else held.add_(gradient)
-            return
-        _add_gradient(self.tensors[name], gradient)
+    def accumulate(self, name: str, gradient: Tensor, is_own: bool = True) -> None:
+        """Add `gradient` to the parameter's; of a shared one only after `reduce_shared`.
+
+        `is_own`: nothing else lives in its storage, so that it may become the gradient itself.
+        """
+        if name not in self.shared:
+            _add_gradient(self.tensors[name], gradient, is_own)
+        elif name in self._pending:
+            self._pending[name].add_(gradient)
+        else:
+            self._pending[name] = _owned(gradient, self.tensors[name], is_own)
 
     def reduce_shared(self, rank: int, group: dist.ProcessGroup | None) -> None:
         """Sum the gradients of shared parameters over the ranks that hold them: to the lowest one and back."""
@@ -149,16 +153,21 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+def _add_gradient(parameter: Tensor, gradient: Tensor, is_own: bool = True) -> None:
     if parameter.grad is None:
-        parameter.grad = _owned(gradient, parameter)
+        parameter.grad = _owned(gradient, parameter, is_own)
     else:
         parameter.grad.add_(gradient)
 
 
-def _owned(gradient: Tensor, parameter: Tensor) -> Tensor:
+def _owned(gradient: Tensor, parameter: Tensor, is_own: bool) -> Tensor:
     """A gradient laid out like its parameter and in a storage of its own."""
-    is_whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype and is_whole:
+    if is_own and can_keep(gradient, parameter):
         return gradient.detach()
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def can_keep(gradient: Tensor, parameter: Tensor) -> bool:
+    """Is `gradient` laid out like `parameter` in a storage of just its size?"""
+    is_whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+    return gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype and is_whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from fxmem import compat
 from fxmem.errors import FxmemError, OptionError
 from fxmem.runtime.pipeline_batch import loss_weights, split_batch
 from fxmem.runtime.pipeline_stage import Stage
+from fxmem.runtime.pipeline_transfers import Arrivals, Message
 
 if TYPE_CHECKING:
     from fxmem.runtime.pipeline import Pipeline
@@ -128,29 +129,36 @@ def _given_loss(output: Tensor, target: None) -> Tensor:
 
 
 def _release_sends(made: Any, torch_module: Any) -> None:
-    """Drop sent tensors once they have arrived; torch's runtime would keep all of them to the end of the step.
+    """Drop sent tensors once they have arrived; torch's runtime would keep all of them to the end of the step."""
+    posted: dict[Message, list[Any]] = {}
+    stages = {stage.stage_index: stage for stage in made.own_stages}
+    rows = [compat.transfers_of(made.pipeline_order_with_comms[rank]) for rank in range(made.pp_group_size)]
+    arrivals = Arrivals(rows)
 
-    A send has arrived for sure when its receiver has sent something that it computed from it or later than that.
-    """
-    posted: dict[tuple[str, int, int], list[Any]] = {}
+    def release() -> None:
+        for message in [m for m in posted if arrivals.has_arrived(m)]:
+            torch_module._wait_batch_p2p(posted.pop(message))
+
+    def use(kind: str, stage: int, chunk: int) -> None:
+        arrivals.use(kind, stage, chunk)
+        release()
 
     def post(kind: str) -> Any:
         def run(action: Any, context: Any) -> None:
-            stage = next(s for s in made.own_stages if s.stage_index == action.stage_index)
-            ops = (stage.get_fwd_send_ops if kind == "F" else stage.get_bwd_send_ops)(action.microbatch_index)
-            posted[kind, action.stage_index, action.microbatch_index] = torch_module._batch_p2p(ops)
-            for key in [k for k in posted if has_arrived(k)]:
-                torch_module._wait_batch_p2p(posted.pop(key))
+            stage, chunk = action.stage_index, action.microbatch_index
+            ops = (stages[stage].get_fwd_send_ops if kind == "F" else stages[stage].get_bwd_send_ops)(chunk)
+            posted[kind, stage, chunk] = torch_module._batch_p2p(ops)
 
         return run
 
-    has_arrived = _arrivals(made)
+    for stage in made.own_stages:
+        stage.on_use = use
     made._comp_type_to_function_map[torch_module._ComputationType.SEND_F] = post("F")
     made._comp_type_to_function_map[torch_module._ComputationType.SEND_B] = post("B")
     run = made._run
 
     def run_and_wait(losses: list[Tensor]) -> None:
-        made.forget_arrivals()
+        arrivals.forget()
         try:
             run(losses)
             for works in posted.values():
@@ -159,34 +167,3 @@ def _release_sends(made: Any, torch_module: Any) -> None:
             posted.clear()
 
     made._run = run_and_wait
-
-
-def _arrivals(made: Any) -> Callable[[tuple[str, int, int]], bool]:
-    """Has the value of this send certainly arrived? See `_release_sends`.
-
-    A message from the same rank, computed after the one that used the value, must have been used here.
-    """
-    rows = made.pipeline_order_with_comms
-    rank_of = {action.stage_index: rank for rank, row in rows.items() for action in row}
-    used_at: dict[tuple[str, int, int], int] = {}  # position in its own rank's list of every compute action
-    for row in rows.values():
-        for position, action in enumerate(row):
-            kind = {"F": "F", "B": "B", "I": "B"}.get(action.computation_type.value)
-            if kind is not None:
-                used_at[kind, action.stage_index, action.microbatch_index] = position
-    stages = {stage.stage_index: stage for stage in made.own_stages}
-    last_heard: dict[int, int] = {}  # rank -> latest position known to be done there
-
-    def has_arrived(key: tuple[str, int, int]) -> bool:
-        for stage in stages.values():
-            for kind, chunk in stage.pop_used():
-                source = stage.stage_index + (-1 if kind == "F" else 1)
-                if source in rank_of:
-                    rank = rank_of[source]
-                    last_heard[rank] = max(last_heard.get(rank, -1), used_at[kind, source, chunk])
-        kind, stage_index, chunk = key
-        receiver = stage_index + (1 if kind == "F" else -1)
-        return used_at[kind, receiver, chunk] <= last_heard.get(rank_of[receiver], -1)
-
-    made.forget_arrivals = last_heard.clear
-    return has_arrived

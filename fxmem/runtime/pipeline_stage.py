@@ -8,7 +8,7 @@ exist from when they are posted to when forward has used them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from fxmem.passes.stage_split import CutError, StageGraph
 from fxmem.runtime.pipeline_batch import Microbatch
 from fxmem.runtime.pipeline_code import StageCode
 from fxmem.runtime.pipeline_params import Parameters
+from fxmem.runtime.pipeline_sink import Sink
 
 CodeOf = Callable[[int, Microbatch, bool], StageCode]
 """(stage, microbatch, is training) -> what it runs."""
@@ -40,6 +41,8 @@ class Stage(PipelineStage):
         super().__init__(submod, index, num_stages, parameters.device, group=group)
         self.parameters = parameters
         self._canonical, self._code_of = canonical, code_of
+        self.on_use: Callable[[str, int, int], None] | None = None
+        """Called with ("F" or "B", stage, microbatch) when a message from another stage is about to be used."""
         self._parts: Sequence[Microbatch] = ()
         self._weights: Sequence[float] = ()
         self.clear_runtime_states()
@@ -58,12 +61,6 @@ class Stage(PipelineStage):
         self._received_grads: dict[int, list[Tensor]] = {}
         self._result_grads: dict[int, tuple[Tensor, ...]] = {}
         self._for_weights: dict[int, list[Any]] = {}
-        self._used: list[tuple[Literal["F", "B"], int]] = []
-
-    def pop_used(self) -> list[tuple[Literal["F", "B"], int]]:
-        """Messages used since the last call: ("F" from the stage before or "B" from the one after, microbatch)."""
-        used, self._used = self._used, []
-        return used
 
     @property
     def num_saved(self) -> int:
@@ -86,7 +83,8 @@ class Stage(PipelineStage):
         inputs: list[Any] = [self._static(code, name) for name in graph.statics]
         inputs += [self._to_device(leaves[position]) for position in code.data_positions]
         inputs += self._received.pop(fwd_chunk_id, [])
-        self._used.append(("F", fwd_chunk_id))
+        if not self.is_first:
+            self._was_used("F", fwd_chunk_id)
         with torch.no_grad():
             results = code.forward(inputs)
         values, saved = tuple(results[: code.num_results]), list(results[code.num_results :])
@@ -94,7 +92,8 @@ class Stage(PipelineStage):
             self._saved[fwd_chunk_id] = saved
         if self.is_last:
             return values[0]
-        self._results[fwd_chunk_id] = values
+        if not self._is_here(self.stage_index + 1):
+            self._results[fwd_chunk_id] = values
         return values
 
     def backward_one_chunk(
@@ -105,19 +104,14 @@ class Stage(PipelineStage):
             return
         code = self.code(bwd_chunk_id)
         inputs = self._saved.pop(bwd_chunk_id) + self._incoming(bwd_chunk_id, code)
-        num_sends = len(code.graph.grad_sends)
+        held = [] if full_backward else [inputs[position] for position in code.split.held]
+        inputs.append(self._sink(code))
         with torch.no_grad():
-            if full_backward:
-                results = list(code.backward(inputs))
-                self._accumulate(code, range(len(code.graph.gradients)), results[num_sends:])
-            else:
-                split = code.split
-                held = [inputs[position] for position in split.held]
-                results = list(code.input_backward(inputs))
-                after = num_sends + len(split.early)
-                self._accumulate(code, split.early, results[num_sends:after])
-                self._for_weights[bwd_chunk_id] = held + results[after:]
+            results = list((code.backward if full_backward else code.input_backward)(inputs))
+        num_sends = len(code.graph.grad_sends)
         self._result_grads[bwd_chunk_id] = tuple(results[:num_sends])
+        if not full_backward:
+            self._for_weights[bwd_chunk_id] = held + results[num_sends:]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a backward that was split."""
@@ -125,19 +119,23 @@ class Stage(PipelineStage):
             return
         code = self.code(bwd_chunk_id)
         with torch.no_grad():
-            self._accumulate(code, code.split.late, code.weight_backward(self._for_weights.pop(bwd_chunk_id)))
+            code.weight_backward([*self._for_weights.pop(bwd_chunk_id), self._sink(code)])
 
     def _incoming(self, chunk: int, code: StageCode) -> list[Tensor]:
         if not self.is_last:
-            self._used.append(("B", chunk))
-            return self._received_grads.pop(chunk)
+            received = self._received_grads.pop(chunk)
+            self._was_used("B", chunk)
+            return received
         (tangent,) = code.tangents
         return [torch.full((), self._weights[chunk], dtype=tangent.dtype, device=self.device)]
 
-    def _accumulate(self, code: StageCode, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        for position, gradient in zip(positions, gradients, strict=True):
-            name = code.graph.gradients[position]
-            self.parameters.accumulate(self._canonical(code.graph, name), gradient)
+    def _sink(self, code: StageCode) -> Sink:
+        names = [self._canonical(code.graph, name) for name in code.graph.gradients]
+
+        def add(position: int, gradient: Tensor, is_own: bool) -> None:
+            self.parameters.accumulate(names[position], gradient, is_own)
+
+        return add
 
     def _static(self, code: StageCode, name: str) -> Tensor | None:
         """The parameter or buffer; in another mode or shape, the graph may place unread ones in another stage."""
@@ -145,6 +143,14 @@ class Stage(PipelineStage):
         if canonical not in self.parameters.tensors and name not in code.unread:
             raise CutError(f"stage {self.stage_index} reads {canonical} in this shape or mode, but does not hold it")
         return self.parameters.tensors.get(canonical)
+
+    def _was_used(self, kind: str, chunk: int) -> None:
+        if self.on_use is not None:
+            self.on_use(kind, self.stage_index, chunk)
+
+    def _is_here(self, stage: int) -> bool:
+        """Does `stage` run on this rank?"""
+        return self.stage_index_to_group_rank.get(stage) == self.group_rank
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
