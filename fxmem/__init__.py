@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from fxmem.measurement import Measurement, measure
+    from fxmem.pipelining.api import PlannedPipeline, pipeline
     from fxmem.planning import Plan
 
 __all__ = [
@@ -28,13 +29,15 @@ __all__ = [
     "OptionError",
     "Plan",
     "PlanMismatch",
+    "PlannedPipeline",
     "VerifyError",
     "compile",
     "max_batch",
     "measure",
+    "pipeline",
     "plan",
 ]
-_MODULES = ("errors", "planning", "measurement", "api")
+_MODULES = ("errors", "planning", "measurement", "api", "pipelining.api")
 
 
 def __getattr__(name: str) -> Any:

@@ -401,7 +401,7 @@ def with_transfers(rows: Sequence[Sequence[str]], rank_of: Sequence[int]) -> lis
         for rank, row in enumerate(rows)
     }
     count = 1 + max(a.microbatch_index for row in actions.values() for a in row if a.microbatch_index is not None)
-    actions = {rank: schedules._add_reduce_grad(row, count) for rank, row in actions.items()}  # type: ignore[misc]
+    actions = {rank: schedules._add_reduce_grad(row, count) for rank, row in actions.items()}
     order = schedules._add_send_recv(actions, stage_to_rank=lambda s: rank_of[s], num_stages=len(rank_of))
     return [transfers_of(order[rank]) for rank in sorted(order)]
 
@@ -409,4 +409,5 @@ def with_transfers(rows: Sequence[Sequence[str]], rank_of: Sequence[int]) -> lis
 def transfers_of(actions: Iterable[Any]) -> list[tuple[int, str, int]]:
     """torch's pipeline actions as (stage, kind, microbatch), overlapped ones one after the other, no others."""
     flat = [part for action in actions for part in (action.sub_actions or (action,))]
-    return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in flat if a.microbatch_index is not None]
+    chosen = (a for a in flat if a.microbatch_index is not None)
+    return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in chosen]

@@ -86,6 +86,15 @@ class Staging:
                     readers[source].add(self.home[term])
         return {node: frozenset(stages) for node, stages in readers.items() if node.op == "call_function"}
 
+    @property
+    def torn_buffers(self) -> Iterator[tuple[fx.Node, set[int]]]:
+        """Buffers that the step overwrites and several stages use: one would read another microbatch's value."""
+        overwritten = set(self.joint.mutated_inputs)
+        for buffer in (n for n in self.joint.nodes if n.name in overwritten):
+            stages = {self.home[n] for n in buffer.users if n in self.home and n not in self.floating}
+            if len(stages) > 1:
+                yield buffer, stages
+
     @cached_property
     def dropped(self) -> frozenset[fx.Node]:
         """Additions of gradient terms of several stages: each stage keeps its own term instead."""
@@ -108,13 +117,19 @@ def gradients_of(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     return {i: r for i, r in zip(inputs, results, strict=False) if isinstance(r, fx.Node)}
 
 
-def assign_stages(joint: JointGraph, cuts: Cuts) -> Staging:
+def assign_stages(joint: JointGraph, cuts: Cuts, *, may_share_buffers: bool = False) -> Staging:
     """Decide where every node of `joint` runs.
 
-    Raises OptionError for cuts that are not increasing positions of forward ops, CutError where a buffer that the step
-    overwrites would be needed by two stages.
+    Raises OptionError for cuts that are not increasing positions of forward ops, CutError (unless `may_share_buffers`)
+    where a buffer that the step overwrites would be needed by two stages.
     """
-    return _Assigner(joint, cuts).run()
+    staging = _Assigner(joint, cuts).run()
+    for buffer, stages in () if may_share_buffers else staging.torn_buffers:
+        raise CutError(
+            f"{joint.names.get(buffer.name, buffer.name)} is overwritten in every step and used in stages "
+            f"{sorted(stages)}: cut elsewhere, so that one stage has all of its uses"
+        )
+    return staging
 
 
 class _Assigner:
@@ -136,9 +151,7 @@ class _Assigner:
         self._place_backward()
         self._float_views()
         terms = {i: tuple(self._terms(g)) for i, g in gradients_of(self.joint).items()}
-        staging = Staging(self.joint, self.num_stages, self.home, frozenset(self.floating), terms)
-        _check_buffers(staging, self.overwritten)
-        return staging
+        return Staging(self.joint, self.num_stages, self.home, frozenset(self.floating), terms)
 
     # forward
 
@@ -317,15 +330,3 @@ def _backward_only(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node
         if not written_args(node) and all(user in found or user not in in_forward for user in node.users):
             found.add(node)
     return found
-
-
-def _check_buffers(staging: Staging, overwritten: set[fx.Node]) -> None:
-    """A buffer that the step overwrites belongs to one stage: another would read the value of another microbatch."""
-    for buffer in (n for n in staging.joint.nodes if n in overwritten):
-        stages = {staging.home[n] for n in buffer.users if n in staging.home and n not in staging.floating}
-        if len(stages) > 1:
-            name = staging.joint.names.get(buffer.name, buffer.name)
-            raise CutError(
-                f"{name} is overwritten in every step and used in stages {sorted(stages)}: cut elsewhere, so that one "
-                "stage has all of its uses"
-            )

@@ -61,35 +61,49 @@ class _WithLoss(nn.Module):
 
 
 class Pipeline:
-    """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects."""
+    """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects.
+
+    `joint`: the graph of the first microbatch, captured on `device`. `cut` comes before everything else.
+    """
+
+    stage_graphs: tuple[StageGraph, ...]
+    rank_of: tuple[int, ...]
+    rows: Sequence[Sequence[Any]]
 
     def __init__(
         self,
         model: nn.Module,
         parts: Sequence[Microbatch],
-        cuts: Cuts,
-        schedule_name: str,
-        rows: Sequence[Sequence[Any]],
-        rank_of: Sequence[int] | None,
-        loss_fn: Callable[..., Any] | None,
-        loss_weight: LossWeight,
-        plan_stage: PlanStage | None,
+        loss_fn: Callable[..., Any] | None = None,
+        loss_weight: LossWeight = "mean",
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.schedule_name, self.num_microbatches = schedule_name, len(parts)
-        self.loss_weight = loss_weight
+        self.num_microbatches, self.loss_weight = len(parts), loss_weight
+        self.schedule_name = ""
+        self.plan_stage: PlanStage | None = None
         self._model: nn.Module | None = model
         self._skeleton = skeleton_of(model)
         self._names = Names(self._skeleton)
-        self._loss_fn, self._plan_stage = loss_fn, plan_stage
-        self._device = torch.device("cpu")
+        self._loss_fn, self._first = loss_fn, parts[0]
+        self._device = torch.device(device)
         self._graphs: dict[tuple[Signature, bool], tuple[StageGraph, ...]] = {}
         self._codes: dict[tuple[Signature, bool, int], StageCode] = {}
-        joint = self._capture(parts[0], True)
-        self._graphs[parts[0].signature, True] = split_stages(joint, cuts)
-        self._anchors = Anchors(joint, cuts)
-        self.stage_graphs = self._graphs[parts[0].signature, True]
-        self.rank_of = tuple(rank_of) if rank_of is not None else tuple(range(self.num_stages))
-        self.rows = rows or _one_f_one_b(self.num_stages, len(parts), schedule_name)
+        self.joint = self._capture(parts[0], True)
+
+    def cut(
+        self, cuts: Cuts, schedule_name: str, rows: Sequence[Sequence[Any]] = (), rank_of: Sequence[int] = ()
+    ) -> None:
+        """Cut the graph, and say who runs which stage and (if the schedule is a list of actions) in which order.
+
+        Raises OptionError, CutError.
+        """
+        self.stage_graphs = split_stages(self.joint, cuts)
+        self._graphs = {(self._first.signature, True): self.stage_graphs}
+        self._codes.clear()
+        self._anchors = Anchors(self.joint, cuts)
+        self.schedule_name = schedule_name
+        self.rank_of = tuple(rank_of or range(self.num_stages))
+        self.rows = rows or _one_f_one_b(self.num_stages, self.num_microbatches, schedule_name)
 
     @property
     def num_stages(self) -> int:
@@ -100,13 +114,33 @@ class Pipeline:
         return max(self.rank_of) + 1
 
     @property
+    def joint_device(self) -> torch.device:
+        """What `joint` was captured for."""
+        return self._device
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers on the meta device, by canonical name."""
+        return self._names.tensors
+
+    @property
+    def trained(self) -> set[str]:
+        """Parameters that get a gradient."""
+        return {self.canonical(g, i) for g in self.stage_graphs for i in g.gradients}
+
+    def held(self, rank: int) -> list[str]:
+        """Parameters and buffers of the stages of `rank`, each once."""
+        mine = [g for g in self.stage_graphs if self.rank_of[g.index] == rank]
+        return list(dict.fromkeys(self.canonical(g, n) for g in mine for n in g.statics))
+
+    @property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Trained parameters that several ranks hold, and those ranks: their gradients are summed once a step."""
         holders: dict[str, set[int]] = {}
-        trained = {self._name(g, i) for g in self.stage_graphs for i in g.gradients}
+        trained = self.trained
         for graph in self.stage_graphs:
             for name in graph.statics:
-                holders.setdefault(self._name(graph, name), set()).add(self.rank_of[graph.index])
+                holders.setdefault(self.canonical(graph, name), set()).add(self.rank_of[graph.index])
         return {n: tuple(sorted(ranks)) for n, ranks in holders.items() if n in trained and len(ranks) > 1}
 
     @property
@@ -116,9 +150,9 @@ class Pipeline:
                 index=graph.index,
                 rank=self.rank_of[graph.index],
                 num_ops=sum(node.op == "call_function" for node in graph.joint.nodes),
-                parameters=tuple(dict.fromkeys(self._name(graph, n) for n in graph.statics)),
+                parameters=tuple(dict.fromkeys(self.canonical(graph, n) for n in graph.statics)),
                 static_bytes=sum(
-                    self._names.tensors[n].nbytes for n in {self._name(graph, name) for name in graph.statics}
+                    self._names.tensors[n].nbytes for n in {self.canonical(graph, name) for name in graph.statics}
                 ),
                 send_bytes=sum(v.nbytes for v in graph.values(graph.sends)),
                 grad_send_bytes=sum(v.nbytes for v in graph.values(graph.grad_sends)),
@@ -145,21 +179,17 @@ class Pipeline:
         mine = [graph for graph in self.stage_graphs if self.rank_of[graph.index] == rank]
         if not mine:
             raise OptionError(f"rank {rank} has no stage; the ranks are 0..{self.num_ranks - 1}")
-        if torch.device(device) != self._device:
-            self._device = torch.device(device)
-            self._codes.clear()
+        self._move(torch.device(device))
         parameters = Parameters(self._names, self._device, self.shared)
-        wanted = {g.index: list(dict.fromkeys(self._name(g, n) for n in g.statics)) for g in mine}
+        wanted = {g.index: list(dict.fromkeys(self.canonical(g, n) for n in g.statics)) for g in mine}
         values = dict(state_dict or {})
         if self._model is not None:
             values = _tensors_of(self._model) | values
         parameters.load([n for names in wanted.values() for n in names], values, init)
         self._model = None
         stages = [
-            Stage(
-                g.index, self.num_stages, parameters.module(wanted[g.index]), parameters, self._name, self.code, group
-            )
-            for g in mine
+            Stage(g.index, self.num_stages, module, parameters, self.canonical, self.code, group)
+            for g, module in zip(mine, [parameters.module(wanted[g.index]) for g in mine], strict=True)
         ]
         for stage in stages:
             stage.submod.train(self._skeleton.training)
@@ -178,9 +208,20 @@ class Pipeline:
                 joint = self._capture(part, training)
                 self._graphs[key[:2]] = split_stages(joint, self._anchors.cuts_in(joint))
             graph = self._graphs[key[:2]][index]
-            actions = self._plan_stage(graph, stage_program(graph)) if self._plan_stage and training else None
+            actions = self.plan_stage(graph, stage_program(graph)) if self.plan_stage and training else None
             self._codes[key] = StageCode(graph, actions)
         return self._codes[key]
+
+    def _move(self, device: torch.device) -> None:
+        """Graphs name devices: those captured for another type of device are captured again."""
+        if device != self._device:
+            is_same_type = device.type == self._device.type
+            self._device = device
+            self._codes.clear()
+            if not is_same_type:
+                self.joint = self._capture(self._first, True)
+                self.stage_graphs = split_stages(self.joint, self._anchors.cuts_in(self.joint))
+                self._graphs = {(self._first.signature, True): self.stage_graphs}
 
     def _capture(self, part: Microbatch, training: bool) -> JointGraph:
         module = self._skeleton if self._loss_fn is None else _WithLoss(self._skeleton, self._loss_fn)
@@ -196,7 +237,8 @@ class Pipeline:
             _require_one_loss(joint)
         return joint
 
-    def _name(self, graph: StageGraph, placeholder: str) -> str:
+    def canonical(self, graph: StageGraph, placeholder: str) -> str:
+        """The parameter or buffer behind an input of a stage, by its first name in the model."""
         name = graph.joint.names[placeholder]
         return self._names.canonical[name.removeprefix("model.") if self._loss_fn is not None else name]
 
@@ -266,7 +308,9 @@ def build_pipeline(
     if name not in SINGLE and name not in SEVERAL and name != "actions":
         raise OptionError(f"unknown schedule {name!r}: expected one of {', '.join([*SINGLE, *SEVERAL])}, or actions")
     parts = split_batch(args, kwargs or {}, num_microbatches)
-    pipeline = Pipeline(model, parts, cuts, name, rows, None, loss_fn, loss_weight, plan_stage)
+    pipeline = Pipeline(model, parts, loss_fn, loss_weight)
+    pipeline.plan_stage = plan_stage
+    pipeline.cut(cuts, name, rows)
     ranks = num_ranks or (pipeline.num_stages // 2 if name in V_SHAPED else pipeline.num_stages)
     pipeline.rank_of = _rank_of(name, pipeline.num_stages, ranks, rows)
     return pipeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -39,6 +39,7 @@ class StageCode:
         self.program = stage_program(graph)
         self.actions = tuple(actions if actions is not None else baseline_actions(reduce_program(self.program)))
         self._lowered: Lowered = lower(rewrite(graph.joint, self.program, self.actions))
+        self._modules: dict[str, fx.GraphModule] = {}
 
     @property
     def num_results(self) -> int:
@@ -65,33 +66,38 @@ class StageCode:
     def split(self) -> SplitBackward:
         return split_backward(self._lowered.backward, len(self.graph.grad_sends))
 
-    @cached_property
-    def modules(self) -> Mapping[str, fx.GraphModule]:
-        """What runs, by kind of action: F forward, B backward, I and W its two parts; the last three take a `Sink`."""
-        num_sends, split = len(self.graph.grad_sends), self.split
-        return {
-            "F": self._lowered.forward,
-            "B": with_sink(self._lowered.backward, num_sends, range(len(self.graph.gradients))),
-            "I": with_sink(split.inputs, num_sends, split.early),
-            "W": with_sink(split.weights, 0, split.late),
-        }
+    def module(self, kind: str) -> fx.GraphModule:
+        """What an action of that kind runs: F forward, B backward, I and W its two parts; the last three take a `Sink`.
+        """
+        if kind not in self._modules:
+            num_sends = len(self.graph.grad_sends)
+            if kind == "F":
+                made = self._lowered.forward
+            elif kind == "B":
+                made = with_sink(self._lowered.backward, num_sends, range(len(self.graph.gradients)))
+            elif kind == "I":
+                made = with_sink(self.split.inputs, num_sends, self.split.early)
+            else:
+                made = with_sink(self.split.weights, 0, self.split.late)
+            self._modules[kind] = made
+        return self._modules[kind]
 
     @cached_property
     def forward(self) -> Run:
         """[statics, data, receives] -> (results, saved tensors)."""
-        return boxed(self.modules["F"])
+        return boxed(self.module("F"))
 
     @cached_property
     def backward(self) -> Run:
         """[saved tensors, grad_receives or tangents, sink] -> grad_sends."""
-        return boxed(self.modules["B"])
+        return boxed(self.module("B"))
 
     @cached_property
     def input_backward(self) -> Run:
         """Like `backward` -> (grad_sends, kept)."""
-        return boxed(self.modules["I"])
+        return boxed(self.module("I"))
 
     @cached_property
     def weight_backward(self) -> Run:
         """[held, kept, sink] -> ()."""
-        return boxed(self.modules["W"])
+        return boxed(self.module("W"))

@@ -27,7 +27,7 @@ def with_sink(module: fx.GraphModule, num_sends: int, positions: Sequence[int]) 
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    results = list(graph.graph_copy(module.graph, copies) or ())
+    results: list[Any] = list(graph.graph_copy(module.graph, copies) or ())  # type: ignore[arg-type]
     end = num_sends + len(positions)
     gradients, others = results[num_sends:end], [*results[:num_sends], *results[end:]]
     nodes = list(graph.nodes)

@@ -1,0 +1,255 @@
+"""From a plan over a chain to stages that run: real graphs, each planned under its share, every rank's bytes foretold.
+
+The chain proposes cuts, schedule and in-flight counts; here its stages' own joint graphs are planned and played through
+the schedule's actions, and a stage's room is corrected by what the play shows until each rank fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxmem import compat
+from fxmem.errors import BudgetInfeasible
+from fxmem.ir.program import Program
+from fxmem.passes.stage_split import StageGraph
+from fxmem.pipelining.chain import Cluster
+from fxmem.pipelining.schedules import Schedule
+from fxmem.pipelining.simulate import Simulation, StageCost, simulate
+from fxmem.pipelining.stage_plan import StageActions, StagePlanner
+from fxmem.planners import Options
+from fxmem.runtime.pipeline import Pipeline
+from fxmem.runtime.pipeline_code import StageCode, stage_program
+from fxmem.runtime.pipeline_memory import RankBytes, RankPlay, StageBytes
+
+NUM_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What stands on every rank beside the stages: `batch_bytes`; per trained parameter `optimizer_share` of its bytes
+    and, if `has_gradients`, a gradient from before the step. `rounding`: of allocations, in bytes.
+    """
+
+    batch_bytes: int
+    optimizer_share: float
+    has_gradients: bool
+    rounding: int
+
+
+@dataclass(frozen=True)
+class Realised:
+    """Stages that run. `peak_bytes`, `fixed_bytes`: per rank; `in_flight`: per stage."""
+
+    positions: tuple[int, ...]
+    schedule: Schedule
+    stages: tuple[StageActions, ...]
+    peak_bytes: tuple[int, ...]
+    fixed_bytes: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.step_s
+
+
+class Realiser:
+    """Makes `Realised`s of one captured model; `program` is its graph with costs."""
+
+    def __init__(
+        self, pipeline: Pipeline, program: Program, beside: Beside, cluster: Cluster, planner: str, options: Options
+    ) -> None:
+        self.pipeline, self.program, self.beside, self.cluster = pipeline, program, beside, cluster
+        self._planner, self._options = planner, options
+        self._costs = {op.name: op for op in program.ops}
+        self._planners: dict[str, StagePlanner] = {}
+        self._bytes: dict[tuple[tuple[int, ...], int, tuple[object, ...]], StageBytes] = {}
+        self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
+
+    def realise(self, positions: tuple[int, ...], schedule: Schedule, budget_bytes: float) -> Realised:
+        """Plan the stages of those cuts under `budget_bytes` a rank.
+
+        Raises CutError; BudgetInfeasible naming the stage, with a budget that is enough for this cut and schedule.
+        """
+        cut = _Cut(self, positions, schedule)
+        return cut.fit(budget_bytes)
+
+    def smallest(self, positions: tuple[int, ...], schedule: Schedule) -> Realised:
+        """The stages of those cuts in the fewest bytes found."""
+        cut = _Cut(self, positions, schedule)
+        return cut.realised([p.smallest(n) for p, n in zip(cut.planners, cut.in_flight, strict=True)])
+
+    def program_of(self, graph: StageGraph, positions: tuple[int, ...]) -> Program:
+        """A stage's program with the costs and sizes of the whole graph's."""
+        key = (positions, graph.index)
+        if key not in self._programs:
+            self._programs[key] = self._annotated(stage_program(graph))
+        return self._programs[key]
+
+    def _annotated(self, program: Program) -> Program:
+        whole, nbytes = self.program, self.program.nbytes()
+        sizes: dict[int, int] = {}
+        for op in program.ops:
+            known = self._costs[op.name]
+            made, real = program.allocates(op), whole.allocates(known)
+            if len(made) == len(real):
+                sizes.update(zip(made, (nbytes[s] for s in real), strict=True))
+        storages = tuple(
+            replace(s, nbytes=sizes.get(s.id, -(-int(s.nbytes) // self.beside.rounding) * self.beside.rounding))
+            for s in program.storages
+        )
+        seconds = [self._costs[op.name].seconds for op in program.ops]
+        workspaces = [self._costs[op.name].workspace_bytes for op in program.ops]
+        return replace(program, storages=storages).with_costs(seconds, workspaces)
+
+    def planner_of(self, graph: StageGraph, program: Program) -> StagePlanner:
+        """Stages whose graphs are alike share one."""
+        key = graph.joint.fingerprint + str((len(graph.receives), len(graph.sends), len(graph.gradients)))
+        if key not in self._planners:
+            self._planners[key] = StagePlanner(graph, program, self._planner, self._options)
+        return self._planners[key]
+
+    def bytes_of(self, graph: StageGraph, positions: tuple[int, ...], actions: StageActions) -> StageBytes:
+        key = (positions, graph.index, actions.actions)
+        if key not in self._bytes:
+            program = self.program_of(graph, positions)
+            self._bytes[key] = StageBytes(StageCode(graph, actions.actions), program, self.beside.rounding)
+        return self._bytes[key]
+
+
+class _Cut:
+    """One cut and schedule."""
+
+    def __init__(self, of: Realiser, positions: tuple[int, ...], schedule: Schedule) -> None:
+        self.of, self.positions, self.schedule = of, positions, schedule
+        pipeline, rank_of = of.pipeline, schedule.device_of
+        self.rows = schedule.as_csv_rows()
+        pipeline.cut(positions, "actions", self.rows, rank_of)
+        self.graphs, self.rank_of = pipeline.stage_graphs, rank_of
+        self.transfers = compat.with_transfers(self.rows, rank_of)
+        self.in_flight = schedule.in_flight_of_stage
+        self.planners = [of.planner_of(g, of.program_of(g, positions)) for g in self.graphs]
+        self.beside = [self._beside(rank) for rank in range(schedule.num_devices)]
+
+    def _beside(self, rank: int) -> RankBytes:
+        pipeline, known = self.of.pipeline, self.of.beside
+        sizes = {n: -(-t.nbytes // known.rounding) * known.rounding for n, t in pipeline.tensors.items()}
+        held, trained = pipeline.held(rank), pipeline.trained
+        own = sum(sizes[n] for n in held if n in trained)
+        fixed = sum(sizes[n] for n in held) + math.ceil(known.optimizer_share * own) + known.batch_bytes
+        if known.has_gradients:
+            fixed += own
+        with_gradient = frozenset(n for n in held if n in trained) if known.has_gradients else frozenset()
+        return RankBytes(fixed, sizes, with_gradient, pipeline.shared)
+
+    def standing(self, rank: int) -> int:
+        """Bytes of a rank once every gradient is there, no microbatch under way."""
+        beside, trained = self.beside[rank], self.of.pipeline.trained
+        new = (n for n in self.of.pipeline.held(rank) if n in trained and n not in beside.with_gradient)
+        return beside.fixed_bytes + sum(beside.parameter_bytes[n] for n in new)
+
+    def fit(self, budget_bytes: float) -> Realised:
+        stages = [planner.everything_saved for planner in self.planners]
+        best = self.realised(stages)
+        if max(best.peak_bytes) <= budget_bytes:
+            return best
+        rooms = [self._room(s, stages, budget_bytes) for s in range(len(stages))]
+        found: Realised | None = None
+        for _ in range(NUM_ROUNDS):
+            made = self.realised([self._plan(s, rooms[s], budget_bytes) for s in range(len(stages))])
+            over = [peak - budget_bytes for peak in made.peak_bytes]
+            if max(over) <= 0 and (found is None or made.step_s < found.step_s):
+                found = made
+            again = self._corrected(rooms, made, over, budget_bytes)
+            if again == rooms or (found is not None and max(over) > 0):
+                break
+            rooms = again
+        if found is None:
+            raise self._infeasible(budget_bytes, made)
+        return found
+
+    def _room(self, stage: int, stages: Sequence[StageActions], budget_bytes: float) -> float:
+        """The rank's budget without what stands there, shared by its stages as they would have it with no limit."""
+        rank = self.rank_of[stage]
+        mine = [s for s in range(len(stages)) if self.rank_of[s] == rank]
+        needs = {s: stages[s].need_bytes(self.in_flight[s]) for s in mine}
+        return (budget_bytes - self.standing(rank)) * needs[stage] / sum(needs.values())
+
+    def _plan(self, stage: int, room: float, budget_bytes: float) -> StageActions:
+        try:
+            return self.planners[stage].plan(int(room), self.in_flight[stage])
+        except BudgetInfeasible as error:
+            missing = error.min_bytes - int(room)
+            raise self._error(stage, budget_bytes, int(budget_bytes) + max(missing, 1)) from error
+
+    def _corrected(
+        self, rooms: Sequence[float], made: Realised, over: Sequence[float], budget_bytes: float
+    ) -> list[float]:
+        """Less room where a rank is over; more where it recomputes and has more than a hundredth left."""
+        changed = list(rooms)
+        for stage, rank in enumerate(self.rank_of):
+            share = self.rank_of.count(rank)
+            if over[rank] > 0:
+                changed[stage] -= over[rank] / share + 1
+            elif made.stages[stage].extra_s > 0 and over[rank] < -0.01 * budget_bytes:
+                changed[stage] -= 0.9 * over[rank] / share
+        return changed
+
+    def _infeasible(self, budget_bytes: float, made: Realised) -> BudgetInfeasible:
+        rank = max(range(len(made.peak_bytes)), key=lambda r: made.peak_bytes[r])
+        stage = self.rank_of.index(rank)
+        return self._error(stage, budget_bytes, made.peak_bytes[rank], made)
+
+    def _error(self, stage: int, budget_bytes: float, min_bytes: int, made: Realised | None = None) -> BudgetInfeasible:
+        planned = made.stages[stage] if made else self.planners[stage].everything_saved
+        rank, count = self.rank_of[stage], self.in_flight[stage]
+        rows = [
+            (f"stage {stage}: parameters, gradients, optimizer state, batch", self.standing(rank)),
+            (f"stage {stage}: saved by {count} microbatches in flight", count * planned.saved_bytes),
+            (f"stage {stage}: beside that while one runs", max(0, planned.peak_bytes - planned.saved_bytes)),
+        ]
+        where = f" on rank {rank}, stage {stage} of {len(self.graphs)}"
+        return BudgetInfeasible(int(budget_bytes), min_bytes, rows, where)
+
+    def realised(self, stages: Sequence[StageActions]) -> Realised:
+        """These stages with every rank's memory played and the step simulated."""
+        of, graphs = self.of, self.graphs
+        found = {g.index: of.bytes_of(g, self.positions, a) for g, a in zip(graphs, stages, strict=True)}
+
+        def canonical(at: StageBytes, name: str) -> str:
+            return of.pipeline.canonical(at.graph, name)
+
+        peaks = [
+            RankPlay(rank, self.transfers, self.rank_of, found, canonical, self.beside[rank]).peak_bytes
+            for rank in range(self.schedule.num_devices)
+        ]
+        costs = [self._cost(graph, actions) for graph, actions in zip(graphs, stages, strict=True)]
+        return Realised(
+            self.positions, self.schedule, tuple(stages), tuple(peaks),
+            tuple(b.fixed_bytes for b in self.beside), self.in_flight, simulate(self.schedule, costs, of.cluster),
+        )  # fmt: skip
+
+    def _cost(self, graph: StageGraph, actions: StageActions) -> StageCost:
+        forward, back = ([float(v.nbytes) for v in graph.values(names)] for names in (graph.sends, graph.grad_sends))
+        weight_s = actions.backward_s * _weight_share(graph, self.of.program_of(graph, self.positions))
+        return StageCost(
+            actions.forward_s, actions.backward_s, actions.backward_s - weight_s, weight_s, 0.0, actions.saved_bytes,
+            sum(back), sum(forward), 0.0, 0.0,
+        )  # fmt: skip
+
+
+def _weight_share(graph: StageGraph, program: Program) -> float:
+    """The part of backward's seconds that nothing sent upstream waits for."""
+    needed = {op.index for op in program.ops if op.name in set(graph.grad_sends)}
+    total = late = 0.0
+    for op in reversed(program.ops):
+        if op.index in needed:
+            needed.update(op.args)
+        if op.region == "backward":
+            total += op.seconds
+            late += op.seconds if op.index not in needed else 0.0
+    return late / total if total else 0.0
+
+

@@ -1,0 +1,193 @@
+"""One stage's own graph under its share of a device: what to recompute so that n microbatches in flight fit.
+
+Any planner of the registry serves. It sees the stage with its messages as values that come and go (`lane_program`) and
+with a limit on what crosses the start of backward, which is paid once for every microbatch in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxmem.errors import BudgetInfeasible
+from fxmem.ir.program import Op, Program, Region
+from fxmem.passes.stage_split import StageGraph
+from fxmem.planners import Options, get_planner
+from fxmem.planners.problem import reduce_program
+from fxmem.planning import baseline_actions
+from fxmem.schedule import Action, StartBackward, simulate
+from fxmem.schedule.actions import Compute, Recompute
+
+TRANSIENT_SHARES = (1.0, 0.5, 1.6)
+"""Guesses of what stands beside saved tensors at the peak, relative to the stage with everything saved."""
+
+
+@dataclass(frozen=True)
+class StageActions:
+    """How a stage runs. `saved_bytes`: from forward to backward; `peak_bytes`: of one microbatch; `extra_s`: seconds of
+    recomputation; `forward_s`, `backward_s`: of one microbatch, recomputation included. Parameters don't count.
+    """
+
+    actions: tuple[Action, ...]
+    saved_bytes: int
+    peak_bytes: int
+    forward_s: float
+    backward_s: float
+    extra_s: float
+
+    def need_bytes(self, in_flight: int) -> int:
+        return (in_flight - 1) * self.saved_bytes + self.peak_bytes
+
+
+class StagePlanner:
+    """Plans one stage; what was found is kept."""
+
+    def __init__(self, graph: StageGraph, program: Program, planner: str, options: Options) -> None:
+        self._solve, self._options = get_planner(planner), options
+        self._lane, self._original = lane_program(program, graph)
+        self._inputs = {op.index for op in program.ops if op.is_input}
+        self._base_bytes = reduce_program(self._lane).base_bytes
+        self._made: dict[tuple[int, int], StageActions | int] = {}
+
+    @cached_property
+    def everything_saved(self) -> StageActions:
+        return self._figures(baseline_actions(reduce_program(self._lane)))
+
+    def plan(self, room_bytes: int, in_flight: int) -> StageActions:
+        """The fastest way found that fits `room_bytes` with `in_flight` microbatches.
+
+        Raises BudgetInfeasible with the room that was found to be enough (never less than asked for).
+        """
+        key = (room_bytes, in_flight)
+        if key not in self._made:
+            self._made[key] = self._plan(room_bytes, in_flight)
+        found = self._made[key]
+        if isinstance(found, int):
+            raise BudgetInfeasible(room_bytes, found)
+        return found
+
+    def smallest(self, in_flight: int, rounds: int = 7) -> StageActions:
+        """The way of least bytes found, by bisection over the room."""
+        best = self.everything_saved
+        low = 0
+        for _ in range(rounds):
+            need = best.need_bytes(in_flight)
+            middle = (low + need) // 2
+            try:
+                found = self.plan(middle, in_flight)
+            except BudgetInfeasible:
+                low = middle
+                continue
+            best = found
+        return best
+
+    def _plan(self, room_bytes: int, in_flight: int) -> StageActions | int:
+        whole = self.everything_saved
+        if whole.need_bytes(in_flight) <= room_bytes:
+            return whole
+        found, least = [], whole.need_bytes(in_flight)
+        for made in self._tries(room_bytes, in_flight):
+            if isinstance(made, int):
+                least = min(least, made)
+            elif made.need_bytes(in_flight) <= room_bytes:
+                found.append(made)
+            else:
+                least = min(least, made.need_bytes(in_flight))
+        if not found:
+            return max(least, room_bytes + 1)
+        return min(found, key=lambda a: a.extra_s)
+
+    def _tries(self, room_bytes: int, in_flight: int) -> Iterator[StageActions | int]:
+        """Plans under several splits of the room into saved tensors and transients; an int is a room found too small
+        for its split."""
+        whole = self.everything_saved
+        for share in TRANSIENT_SHARES if in_flight > 1 else (0.0,):
+            beside = share * (whole.peak_bytes - whole.saved_bytes)
+            saved = int((room_bytes - beside) / in_flight)
+            if saved <= 0 and in_flight > 1:
+                continue
+            limit = room_bytes - (in_flight - 1) * saved
+            lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
+            try:
+                solution = self._solve(reduce_program(lane), self._base_bytes + limit, self._options)
+            except BudgetInfeasible as error:
+                yield error.min_bytes - self._base_bytes + (in_flight - 1) * saved
+                continue
+            yield self._figures(solution.actions)
+
+    def _figures(self, actions: Sequence[Action]) -> StageActions:
+        result = simulate(self._lane, actions)
+        boundary = actions.index(StartBackward())
+        forward_s = sum(s.end_s - s.start_s for s in result.spans if s.step < boundary)
+        return StageActions(
+            tuple(self._translated(actions)),
+            int(result.bytes_at[boundary]) - self._base_bytes,
+            result.peak_bytes - self._base_bytes,
+            forward_s,
+            result.compute_s - forward_s,
+            result.recompute_s,
+        )
+
+    def _translated(self, actions: Sequence[Action]) -> Iterator[Action]:
+        """Actions over the stage's own program."""
+        for action in actions:
+            if isinstance(action, (Compute, Recompute)):
+                op = self._original[action.op]
+                if op >= 0:
+                    yield type(action)(op)
+            else:
+                yield action
+
+
+def lane_program(program: Program, graph: StageGraph) -> tuple[Program, tuple[int, ...]]:
+    """`program` of a stage as one of many microbatches sees it, and the original index of each op (-1: none).
+
+    What is received is made by an op at the start of its region and dies after its last use; what is sent lives to the
+    end of its region; every gradient is handed over right after it is made. Parameters and the batch are resident.
+    """
+    arriving = {*graph.receives, *graph.grad_receives, *graph.joint.tangents}
+    gradients = set(program.backward_outputs)
+    names = {op.name: op.index for op in program.ops}
+    sends = [names[name] for name in graph.grad_sends]
+    ops: list[Op] = []
+    original: list[int] = []
+    place: dict[int, int] = {}
+
+    def add(op: Op, source: int) -> None:
+        ops.append(replace(op, index=len(ops)))
+        original.append(source)
+
+    def hand_over(values: Sequence[int], region: Region) -> None:
+        args = tuple(place[v] for v in values)
+        name = f"hand_over_{len(ops)}"
+        add(Op(0, name, "fxmem.hand_over", region, args, (), is_collective=True, recomputable=False), -1)
+
+    forward = [op for op in program.ops if op.region == "forward"]
+    backward = [op for op in program.ops if op.region == "backward"]
+    regions: tuple[tuple[Region, list[Op]], ...] = (("forward", forward), ("backward", backward))
+    for region, part in regions:
+        if region == "backward":
+            for early in sorted(gradients & {op.index for op in forward}):
+                hand_over([early], region)
+        for op in part:
+            place[op.index] = len(ops)
+            made = replace(op, args=tuple(place[a] for a in op.args))
+            if op.name in arriving:
+                made = replace(made, is_input=False, recomputable=False)
+            add(made, -1 if op.name in arriving else op.index)
+            if region == "backward" and op.index in gradients and op.index not in sends:
+                hand_over([op.index], region)
+        values = list(program.forward_outputs) if region == "forward" else sends
+        if values:
+            hand_over(values, region)
+    static = tuple(place[i] for i in program.static)
+    lane = replace(program, ops=tuple(ops), forward_outputs=(), backward_outputs=(), static=static, graph="")
+    return lane, tuple(original)
+
+
+def _with_boundary(lane: Program, workspace_bytes: int) -> Program:
+    """`lane` whose first backward op takes a workspace: under a limit on the peak, that limits what crosses."""
+    first = next(op for op in lane.ops if op.region == "backward")
+    ops = (*lane.ops[: first.index], replace(first, workspace_bytes=workspace_bytes), *lane.ops[first.index + 1 :])
+    return replace(lane, ops=ops)
