@@ -11,6 +11,7 @@ from torch import nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, capture
+from fxmem.capture.loss import with_loss
 from fxmem.driver import plan_graph
 from fxmem.errors import CaptureError, OptionError
 from fxmem.ir.program import Program
@@ -30,7 +31,7 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, made: Settings) -> None:
         super().__init__()
-        self.__dict__["step"], self.__dict__["compiled"] = compile_step(_with_loss(model, made), made)
+        self.__dict__["step"], self.__dict__["compiled"] = compile_step(with_loss(model, made.loss_fn), made)
         self.__dict__["model"] = model
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
@@ -82,7 +83,7 @@ class CompiledFunction:
 
     def __init__(self, function: Callable[..., Any], made: Settings) -> None:
         functools.update_wrapper(self, function)
-        self.step, self._compiled = compile_step(_with_loss(function, made), made)
+        self.step, self._compiled = compile_step(with_loss(function, made.loss_fn), made)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.step.call(self._compiled, args, kwargs)
@@ -159,19 +160,7 @@ def max_batch(
     made = settings(budget, **{**options, "dynamic": True})
     resident_bytes = functools.partial(_resident_bytes, model, made)
     may_run = _all_real(model, args, kwargs)
-    return largest_batch(_with_loss(model, made), args, kwargs, made, resident_bytes, may_run)
-
-
-def _with_loss(model: Callable[..., Any], made: Settings) -> Callable[..., Any]:
-    """The step as one callable: loss_fn(model(*inputs), target) when a loss is given."""
-    loss_fn = made.loss_fn
-    if loss_fn is None:
-        return model
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return loss_fn(model(*args[:-1], **kwargs), args[-1])
-
-    return step
+    return largest_batch(with_loss(model, made.loss_fn), args, kwargs, made, resident_bytes, may_run)
 
 
 def _single_graph(
@@ -179,7 +168,7 @@ def _single_graph(
 ) -> JointGraph:
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
-    graphs = capture(_with_loss(model, made), args, kwargs, dynamic=made.dynamic)
+    graphs = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=made.dynamic)
     if len(graphs) > 1:
         raise CaptureError(
             f"the model breaks into {len(graphs)} graphs, so it can't be planned ahead of time as one step; "

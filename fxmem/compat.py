@@ -34,7 +34,7 @@ from torch._functorch.partitioners import default_partition as _default_partitio
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
@@ -84,7 +84,6 @@ __all__ = [
     "symbol_hints",
     "tree_leaves",
     "tree_map_only",
-    "unset_fake_temporarily",
 ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxmem import compat
 from fxmem.capture import JointGraph, boxed, capture, make_backend
 from fxmem.capture.fakes import Fakes
+from fxmem.capture.loss import with_loss
 from fxmem.errors import BudgetInfeasible, CaptureError
 from fxmem.ir.from_fx import program_from_joint
 from tests import zoo
@@ -130,7 +131,7 @@ def test_capture_leaves_later_compilations_static() -> None:
 def test_capture_allocates_less_than_one_activation() -> None:
     module, width = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), 256
     x = torch.empty(2**14, width)
-    _, deltas = compat.cpu_memory_deltas(lambda: capture(module, (x,), loss_fn=torch.sum))
+    _, deltas = compat.cpu_memory_deltas(lambda: capture(lambda x: module(x).sum(), (x,)))
     assert max(deltas) < x.nbytes / 64
 
 
@@ -159,7 +160,7 @@ def test_no_grad_gives_a_forward_only_graph() -> None:
 
 def test_loss_fn_and_plain_functions() -> None:
     linear = nn.Linear(4, 2)
-    (joint,) = capture(linear, (X,), loss_fn=lambda y: y.square().mean())
+    (joint,) = capture(with_loss(linear, lambda y, factor: (factor * y).square().mean()), (X, 2.0))
     assert set(joint.names.values()) == {"weight", "bias"}
     (same,) = capture(lambda x: linear(x).square().mean(), (X,))
     assert sorted(same.names.values()) == sorted(joint.names.values())

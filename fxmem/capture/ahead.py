@@ -33,15 +33,6 @@ class _GraphBreak(Exception):
     """Dynamo can't make one graph of the callable."""
 
 
-def with_loss(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`loss_fn(function(*args, **kwargs))` as one callable."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return loss_fn(function(*args, **kwargs))
-
-    return step
-
-
 def capture(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -49,7 +40,6 @@ def capture(
     *,
     train: bool = True,
     dynamic: bool = False,
-    loss_fn: Callable[..., Any] | None = None,
     device: torch.device | str | None = None,
     frontend: Frontend = "dynamo",
 ) -> list[JointGraph]:
@@ -65,7 +55,6 @@ def capture(
     A model that breaks into several graphs is run on fake tensors from one to the next, which fails where the code
     between them needs a value. Raises CaptureError with the model's line.
     """
-    target = function if loss_fn is None else with_loss(function, loss_fn)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # Dynamo's own: as errors they would stop it
         stack.enter_context(compat.no_modes())
@@ -77,11 +66,11 @@ def capture(
         if frontend == "aot":
             if dynamic:
                 raise CaptureError('symbolic sizes need frontend="dynamo"')
-            return [trace(function, tuple(fake_args), fake_kwargs, fakes.mode, loss_fn)]
+            return [trace(function, tuple(fake_args), fake_kwargs, fakes.mode)]
         try:
-            return [_only_graph(target, fake_args, fake_kwargs, dynamic)]
+            return [_only_graph(function, fake_args, fake_kwargs, dynamic)]
         except _GraphBreak:
-            return _all_graphs(target, fake_args, fake_kwargs, dynamic, fakes.mode)
+            return _all_graphs(function, fake_args, fake_kwargs, dynamic, fakes.mode)
 
 
 def _only_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool) -> JointGraph:

@@ -19,22 +19,11 @@ from fxmem.capture.joint import JointGraph, from_aot, is_tangent
 from fxmem.errors import CaptureError
 
 
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss_fn = loss_fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loss_fn(self.model(*args, **kwargs))
-
-
 def trace(
     module: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mode: compat.FakeTensorMode,
-    loss_fn: Callable[..., Any] | None,
 ) -> JointGraph:
     """The joint graph of one call of `module`, whose tensors and arguments are fakes of `mode`.
 
@@ -42,12 +31,11 @@ def trace(
     """
     if not isinstance(module, nn.Module):
         raise CaptureError('frontend="aot" captures nn.Module only; use frontend="dynamo" for other callables')
-    target = module if loss_fn is None else _WithLoss(module, loss_fn)
     with capture_errors(), contextlib.ExitStack() as stack:
         stack.enter_context(compat.no_aot_cache())
         stack.enter_context(compat.seen_as_compiling())
         stack.enter_context(mode)
-        graph = compat.aot_export_joint(stack, target, args, kwargs)
+        graph = compat.aot_export_joint(stack, module, args, kwargs)
     placeholders = graph.graph.find_nodes(op="placeholder")
     inputs = [node for node in placeholders if not is_tangent(node)]
     (output,) = graph.graph.find_nodes(op="output")

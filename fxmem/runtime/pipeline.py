@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, capture
+from fxmem.capture.loss import WithLoss
 from fxmem.errors import OptionError
 from fxmem.passes.stage_split import CutError, Cuts, StageGraph, split_stages
 from fxmem.runtime.pipeline_batch import LossWeight, Microbatch, Signature, split_batch
@@ -46,18 +47,6 @@ class PipelinePlan:
     schedule: str
     num_microbatches: int
     shared: Mapping[str, tuple[int, ...]]
-
-
-class _WithLoss(nn.Module):
-    """`loss_fn(model(*args[:-1]), args[-1])`."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss_fn = loss_fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loss_fn(self.model(*args[:-1], **kwargs), args[-1])
 
 
 class Pipeline:
@@ -224,7 +213,7 @@ class Pipeline:
                 self._graphs = {(self._first.signature, True): self.stage_graphs}
 
     def _capture(self, part: Microbatch, training: bool) -> JointGraph:
-        module = self._skeleton if self._loss_fn is None else _WithLoss(self._skeleton, self._loss_fn)
+        module = self._skeleton if self._loss_fn is None else WithLoss(self._skeleton, self._loss_fn)
         before = self._skeleton.training
         module.train(training)
         args = compat.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), part.args)

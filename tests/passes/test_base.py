@@ -18,7 +18,7 @@ from fxmem.passes import Checkpoint, GraphPass, run_passes
 @pytest.fixture(scope="module")
 def joint() -> JointGraph:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4), nn.Sigmoid())
-    return capture(model, (torch.randn(2, 4),), loss_fn=torch.sum)[0]
+    return capture(lambda x: model(x).sum(), (torch.randn(2, 4),))[0]
 
 
 def copy_of(joint: JointGraph) -> JointGraph:
