@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast bench lint types clean distclean
+.PHONY: help venv demo test test-fast asan bench lint types clean distclean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -22,6 +22,7 @@ help:
 	@echo "make demo       train a real model under several budgets"
 	@echo "make test       every test    (PYTEST_ARGS='-k offload' to choose)"
 	@echo "make test-fast  without those marked slow"
+	@echo "make asan       planner tests over a kernel built with address and undefined-behaviour sanitizers"
 	@echo "make bench      benches into $(RESULTS)/"
 	@echo "make lint types ruff; mypy --strict"
 	@echo "make clean      build products and caches (distclean: .venv too)"
@@ -43,6 +44,16 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Python isn't built with the sanitizers, so their runtimes are loaded first; its own leaks at exit aren't looked for.
+ASAN := build/asan/_kernel.so
+asan: $(STAMP)
+	@mkdir -p $(dir $(ASAN))
+	$(CC) -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c99 -shared \
+		-fPIC -o $(ASAN) fxmem/planners/_*.c -lm
+	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 FXMEM_KERNEL=$(ASAN) \
+		LD_PRELOAD="$(foreach l,asan ubsan stdc++,$(shell $(CC) -print-file-name=lib$(l).so))" \
+		$(BIN)/python -m pytest -s tests/planners tests/chains -m "not slow" $(PYTEST_ARGS)
 
 # Benches run one after the other, whatever -j says: they measure time. A failed one leaves no result behind.
 bench: $(STAMP)

@@ -6,6 +6,7 @@
 #ifndef FXMEM_KERNEL_H
 #define FXMEM_KERNEL_H
 #include <stdint.h>
+#include <stdlib.h>
 
 enum { DROP = 0, KEEP = 1, OFFLOAD = 2 };
 enum { T_UNSAVE = 0, T_SAVE = 1, T_ADD = 2, T_REMOVE = 3 };
@@ -61,6 +62,21 @@ Snapshot fx_snap_new(const Ctx *c);
 void fx_snap_take(const Ctx *c, Snapshot *s);
 void fx_snap_put(Ctx *c, const Snapshot *s);
 void fx_snap_free(Snapshot *s);
+
+/* Is it past `deadline` (seconds of fx_now; 0: none)? */
+static inline int fx_is_late(double deadline) { return deadline > 0 && fx_now() > deadline; }
+
+/* qsort, also of nothing: its pointer may not be null even then. */
+static inline void fx_sort(void *at, int n, size_t size, int (*compare)(const void *, const void *)) {
+    if (n > 1) qsort(at, (size_t)n, size, compare);
+}
+
+/* First and last backward step of the segment of backward step t. */
+static inline void fx_segment(const Ctx *c, int t, int *first, int *last) {
+    *first = *last = t;
+    while (*first > 0 && c->seg[*first - 1] == c->seg[t]) --*first;
+    while (*last + 1 < c->num_steps && c->seg[*last + 1] == c->seg[t]) ++*last;
+}
 
 /* Bytes while kernel k runs, given the bytes alive after it; updates `need` and `*alive` to before it.
  * A re-created copy of a storage that is kept to the end is a transient: readers use the kept one. */

@@ -61,9 +61,8 @@ static void collect(Off *o, int worst, Moves *m) {
         if (touched && (c->cand[s] || c->saved[s] == OFFLOAD)) push(m, s, -1, c->last[s], 1);
     }
     if (worst < 0) return;
-    int a = worst, z = worst;
-    while (a > 0 && c->seg[a - 1] == c->seg[worst]) a--;
-    while (z + 1 < c->num_steps && c->seg[z + 1] == c->seg[worst]) z++;
+    int a, z;
+    fx_segment(c, worst, &a, &z);
     for (int t = a; t <= z; t++)
         for (int i = c->wp[c->E[t]]; c->E[t] < c->nf && i < c->wp[c->E[t] + 1]; i++) {
             int s = c->wi[i];
@@ -119,7 +118,7 @@ static int best_move(Off *o, Moves *m, Guess *g, Joint now, int64_t room, int lo
         m->at[i].ratio = *guess(g, m->at[i].d);
         if (noise > 0) m->at[i].ratio *= exp(noise * fx_normal(c));
     }
-    qsort(m->at, (size_t)m->n, sizeof(Move), by_ratio);
+    fx_sort(m->at, m->n, sizeof(Move), by_ratio);
     int best = -1, left = look;
     for (int i = 0; i < m->n; i++) {
         double known = m->at[i].ratio;
@@ -139,7 +138,7 @@ int fx_off_greedy(Off *o, int64_t room, int look, int rounds, double noise, doub
     Moves m = {0, 0, 0};
     Joint e = fx_off_eval(o, room);
     settle(o);
-    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !(deadline > 0 && fx_now() > deadline)) {
+    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline)) {
         collect(o, e.worst, &m);
         int i = best_move(o, &m, &g, e, room, look, noise);
         if (i < 0) break;
@@ -185,9 +184,9 @@ static Joint polish(Off *o, int64_t room, int passes, double share, double deadl
     for (int gain = 1; gain && passes-- > 0 && e.peak <= room;) {
         double before = e.extra;
         decisions(o, &m);
-        qsort(m.at, (size_t)m.n, sizeof(Move), by_ratio);
+        fx_sort(m.at, m.n, sizeof(Move), by_ratio);
         for (int i = 0; i < m.n; i++) {
-            if ((i & 15) == 0 && deadline > 0 && fx_now() > deadline) { passes = 0; break; }
+            if ((i & 15) == 0 && fx_is_late(deadline)) { passes = 0; break; }
             if (share < 1.0 && fx_uniform(c) > share) continue;
             Undo u = apply(c, m.at[i].d);
             o->limit_s = e.extra;

@@ -58,9 +58,8 @@ static void collect(Ctx *c, int worst, Moves *m) {
         if (c->last[s] >= 0 && !fx_has_drop(c, c->last[s], s)) push(m, T_ADD, s, c->last[s]);
     }
     if (worst < 0) return;
-    int a = worst, z = worst;
-    while (a > 0 && c->seg[a - 1] == c->seg[worst]) a--;
-    while (z + 1 < c->num_steps && c->seg[z + 1] == c->seg[worst]) z++;
+    int a, z;
+    fx_segment(c, worst, &a, &z);
     for (int t = a; t <= z; t++)
         for (int i = c->wp[c->E[t]]; c->E[t] < c->nf && i < c->wp[c->E[t] + 1]; i++) {
             int s = c->wi[i];
@@ -99,7 +98,7 @@ static int best_move(Ctx *c, Moves *m, Guess *g, Eval now, int64_t room, int loo
         m->at[i].ratio = g->ratio[kind(c, g, m->at[i].t)];
         if (noise > 0) m->at[i].ratio *= exp(noise * fx_normal(c));
     }
-    qsort(m->at, (size_t)m->n, sizeof(Move), by_ratio);
+    fx_sort(m->at, m->n, sizeof(Move), by_ratio);
     int best = -1, left = look;
     g->round++;
     for (int i = 0; i < m->n; i++) {
@@ -207,7 +206,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
     fx_settle(c);
-    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !(deadline > 0 && fx_now() > deadline)) {
+    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline)) {
         collect(c, e.worst, &m);
         int i = best_move(c, &m, &g, e, room, look, noise);
         if (i < 0) break;
@@ -248,7 +247,7 @@ static int accepts(Ctx *c, Eval *e, int64_t room, int removes) {
 static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, double deadline) {
     int gain = 0, *at = malloc(sizeof(int) * (size_t)(m->n + 1));
     uint8_t *done = calloc((size_t)m->n + 1, 1);
-    for (int i = 0; i < m->n && *looks > 0 && !(deadline > 0 && fx_now() > deadline); i++) {
+    for (int i = 0; i < m->n && *looks > 0 && !fx_is_late(deadline); i++) {
         int n = 0;
         if (done[i]) continue;
         for (int j = i; j < m->n && c->sec[c->prod[m->at[j].t.s]] >= 0.5 * m->at[i].extra; j++)
@@ -276,7 +275,7 @@ void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
     fx_settle(c);
     for (int gain = 1, left = 3; gain && left > 0 && looks > 0 && e.peak <= room; left--) {
         decisions(c, &m);
-        qsort(m.at, (size_t)m.n, sizeof(Move), by_price);
+        fx_sort(m.at, m.n, sizeof(Move), by_price);
         gain = polish_pass(c, &m, &e, room, &looks, deadline);
     }
     *out = fx_eval(c, room);

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import importlib.machinery
 import os
+import shlex
 import subprocess
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fxmem.analysis.cache import cache_dir
 from fxmem.errors import FxmemError
 from fxmem.planners.problem import IntArray, Problem
 
@@ -79,7 +81,7 @@ def _build(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernel.so"
-        command = [os.environ.get("CC", "cc"), "-O3", "-std=c99", "-shared", "-fPIC", "-o", str(built)]
+        command = [*shlex.split(os.environ.get("CC", "cc")), "-O3", "-std=c99", "-shared", "-fPIC", "-o", str(built)]
         try:
             subprocess.run(
                 [*command, *(str(folder / s) for s in SOURCES), "-lm"], check=True, capture_output=True, text=True
@@ -92,7 +94,10 @@ def _build(target: Path) -> None:
 
 
 def _library_path() -> Path:
-    """The installed extension unless its sources are newer (a working tree), then a cached build of them."""
+    """$FXMEM_KERNEL (a build with sanitizers, see CONTRIBUTING); else the installed extension unless its sources are
+    newer (a working tree), then a cached build of them."""
+    if named := os.environ.get("FXMEM_KERNEL"):
+        return Path(named)
     folder = Path(__file__).parent
     sources = [folder / name for name in (*SOURCES, *HEADERS)]
     newest = max(s.stat().st_mtime for s in sources) if all(s.exists() for s in sources) else 0.0
@@ -101,8 +106,7 @@ def _library_path() -> Path:
         if built.exists() and built.stat().st_mtime >= newest:
             return built
     digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources)).hexdigest()[:16]
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "fxmem"
-    target = cache_dir / f"kernel-{digest}.so"
+    target = cache_dir() / f"kernel-{digest}.so"
     if not target.exists():
         _build(target)
     return target
