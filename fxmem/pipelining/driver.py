@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from fxmem.analysis.devices import device_spec
 from fxmem.errors import BudgetInfeasible, FxmemError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.passes.stage_split import StageGraph
+from fxmem.pipelining.bound import lower_bound_s
 from fxmem.pipelining.chain import Cluster, Link
 from fxmem.pipelining.model_chain import model_chain
 from fxmem.pipelining.partition.auto import Effort
@@ -38,6 +39,7 @@ LINKS = {"cpu": Link(1e-4, 2e9), "cuda": Link(20e-6, 25e9)}
 """Between neighbours, where nothing is known: gloo through loopback; a 200 Gb/s network."""
 TWO_STAGES = ("interleaved", "interleaved-zb", "looped-bfs", "zbv", "dualpipev")
 _MOST_BLOCKS = 96
+_NO_LIMIT = float(2**62)
 _NUM_ATTEMPTS = 4
 
 
@@ -217,15 +219,15 @@ class Driver:
         """(budget in bytes, stages that fit it, lower bound on the step)."""
         budget = self.request.budget
         if budget is None:
-            return None, *self._unlimited()
+            return None, *self._under(_NO_LIMIT)
         if isinstance(budget, float):
             schedule = one_f_one_b(self.request.num_devices, self.request.num_microbatches)
-            plan = plan_fixed(self._problem(float(2**62)), schedule)
-            whole = self._realiser.realise(self._chain.cuts(plan.cuts), plan.schedule, float("inf"))
+            plan = plan_fixed(self._problem(_NO_LIMIT), schedule)
+            whole = self._realiser.realise(self._chain.cuts(plan.cuts), plan.schedule, _NO_LIMIT)
             budget = int(budget * max(whole.peak_bytes))
         if budget == "min":
             lean = self._lean()
-            return max(lean.peak_bytes), lean, self._bound(max(lean.peak_bytes))
+            return max(lean.peak_bytes), lean, self._bound()
         found, bound_s = self._under(int(budget))
         return int(budget), found, bound_s
 
@@ -234,16 +236,22 @@ class Driver:
         chain = replace(self._chain.chain, input_bytes=self._beside.batch_bytes / self.request.num_microbatches)
         return Problem(chain, cluster, self.request.num_microbatches)
 
-    def _plan(self, memory_bytes: float) -> PipelinePlan:
-        """The chain's plan by the planner and schedule asked for. Raises BudgetInfeasible."""
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """The schedules to try."""
+        request = self.request
+        is_free = (request.schedule, request.planner) == ("auto", "auto")
+        return ("1f1b-n", "zero-bubble") if is_free else (request.schedule,)
+
+    def _plan(self, kind: str, memory_bytes: float) -> PipelinePlan:
+        """The chain's plan by the planner asked for and that kind of schedule. Raises BudgetInfeasible."""
         request, problem = self.request, self._problem(memory_bytes)
-        if request.schedule in ("auto", "1f1b-n", "zero-bubble"):
+        if kind in ("auto", "1f1b-n", "zero-bubble"):
             if request.planner != "auto":
                 return plan_pipeline(problem.chain, problem.cluster, request.num_microbatches, planner=request.planner)
-            schedules = ("1f1b-n", "zero-bubble") if request.schedule == "auto" else (request.schedule,)
             effort = Effort() if len(problem.chain) <= 50 else Effort(1, 200, 20, 10)
             return plan_pipeline(
-                problem.chain, problem.cluster, request.num_microbatches, schedules=schedules, effort=effort
+                problem.chain, problem.cluster, request.num_microbatches, schedules=(kind,), effort=effort
             )
         cuts: tuple[int, ...] = ()
         if request.planner != "auto" and request.schedule not in TWO_STAGES:
@@ -260,57 +268,61 @@ class Driver:
             return one_f_one_b(devices, count)
         return torch_schedule(name, devices, count, 2)
 
-    def _unlimited(self) -> tuple[Realised, float]:
-        plan = self._plan(float(2**62))
-        return self._realiser.realise(self._chain.cuts(plan.cuts), plan.schedule, float("inf")), plan.bound_s
+    def _under(self, budget: float) -> tuple[Realised, float]:
+        """The fastest stages under `budget` over the kinds of schedules; at last the cut of least memory.
 
-    def _under(self, budget: int) -> tuple[Realised, float]:
-        """Stages under `budget`: the chain's plan, made again for other memory where the real stages need more or less
-        than the chain says; at last the cut of least memory. Raises BudgetInfeasible.
+        Raises BudgetInfeasible naming the stage and the smallest budget found.
         """
+        found: list[tuple[Realised, float]] = []
         failure: BudgetInfeasible | None = None
-        for plan in self._attempts(budget):
-            if isinstance(plan, BudgetInfeasible):
-                failure = failure or plan
-                continue
+        for kind in self._kinds:
             try:
-                found = self._realiser.realise(self._chain.cuts(plan.cuts), plan.schedule, budget)
+                made = self._of_kind(kind, budget, min((f.step_s for f, _ in found), default=float("inf")))
             except BudgetInfeasible as error:
-                self._missing = error.min_bytes - budget
-                failure = error
+                failure = failure or error
                 continue
-            return found, plan.bound_s
+            found += [made] if made is not None else []
+        if found:
+            return min(found, key=lambda pair: pair[0].step_s)
         lean = self._lean()
         if max(lean.peak_bytes) <= budget:
-            return lean, self._bound(budget)
+            return lean, self._bound()
         rank = max(range(len(lean.peak_bytes)), key=lambda r: lean.peak_bytes[r])
         rows = failure.at_peak if failure is not None else ()
         where = f" on rank {rank} (stage {lean.schedule.device_of.index(rank)} of {len(lean.stages)})"
-        raise BudgetInfeasible(budget, lean.peak_bytes[rank], rows, where)
+        raise BudgetInfeasible(int(budget), lean.peak_bytes[rank], rows, where)
 
-    def _attempts(self, budget: int) -> Iterator[PipelinePlan | BudgetInfeasible]:
-        memory = float(budget)
-        self._missing = 0
+    def _of_kind(self, kind: str, budget: float, fastest_s: float) -> tuple[Realised, float] | None:
+        """Stages of the chain's plan, planned again for other memory where real stages need more or less than the chain
+        says; None if the chain has nothing faster than `fastest_s`. Raises BudgetInfeasible.
+        """
+        memory, failure = budget, None
         for _ in range(_NUM_ATTEMPTS):
             try:
-                yield self._plan(memory)
-                memory -= max(self._missing, 0.02 * memory)
+                plan = self._plan(kind, memory)
             except BudgetInfeasible as error:
-                yield error
-                if memory < budget:
-                    return
+                failure = failure or error
+                if memory != budget or error.min_bytes > 4 * budget:
+                    break
                 memory = 1.02 * error.min_bytes
-                try:
-                    yield self._plan(memory)
-                except BudgetInfeasible as again:
-                    yield again
-                return
-            if memory <= 0:
-                return
+                continue
+            if plan.step_s >= fastest_s:
+                return None
+            try:
+                return self._realiser.realise(self._chain.cuts(plan.cuts), plan.schedule, budget), plan.bound_s
+            except BudgetInfeasible as error:
+                failure = error
+                if memory > budget:
+                    break
+                memory -= max(error.min_bytes - budget, 0.02 * memory)
+                if memory <= 0:
+                    break
+        assert failure is not None
+        raise failure
 
     def _lean(self) -> Realised:
         """One microbatch in flight (or the schedule asked for, if it has no choice), cut for least memory."""
-        request, problem = self.request, self._problem(float(2**62))
+        request, problem = self.request, self._problem(_NO_LIMIT)
         if request.schedule not in ("auto", "1f1b-n", "zero-bubble"):
             plan = plan_fixed(problem, self._fixed())
             return self._realiser.smallest(self._chain.cuts(plan.cuts), plan.schedule)
@@ -318,10 +330,8 @@ class Driver:
         cuts = least_memory(problem.table(problem.evaluator()), ones)
         return self._realiser.smallest(self._chain.cuts(cuts), one_f_one_b_n(ones, request.num_microbatches))
 
-    def _bound(self, memory_bytes: float) -> float:
-        from fxmem.pipelining.bound import lower_bound_s
-
-        problem = self._problem(float(2**62))
+    def _bound(self) -> float:
+        problem = self._problem(_NO_LIMIT)
         return lower_bound_s(problem.chain, problem.cluster, problem.num_microbatches, split=True)
 
     def _result(self, found: Realised, budget: int | None, bound_s: float, solve_s: float) -> PipelineResult:

@@ -16,9 +16,10 @@ from fxmem.capture import JointGraph
 from fxmem.ir.program import Program
 from fxmem.passes.stage_assign import CutError, Staging, assign_stages, num_bytes
 from fxmem.pipelining.chain import Block, Chain, Option, lower_hull
-from fxmem.planners.chain_blocks import choose_cuts
+from fxmem.planners.chain_blocks import choose_cuts, crossing_bytes
 from fxmem.planners.problem import Problem, reduce_program
 
+_NEAR, _WIDE = 4, 3
 _LEAST_S = 1e-9
 """Seconds of a block in which nothing runs."""
 
@@ -52,9 +53,19 @@ def model_chain(
 
 
 def _positions(joint: JointGraph, problem: Problem, most_blocks: int) -> tuple[int, ...]:
-    """First ops after the kernels that `choose_cuts` names."""
+    """First ops after the kernels that `choose_cuts` names, wide places left out.
+
+    A place is wide if there are much narrower ones near it on both sides: what crosses there is about the same, with
+    the inner values of a layer on top.
+    """
     ops = [i for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
-    found = {int(problem.kernel_op[kernel]) + 1 for kernel in choose_cuts(problem, most_blocks)}
+    kernels, crossing = choose_cuts(problem, most_blocks), crossing_bytes(problem)
+    width = [int(crossing[kernel]) for kernel in kernels]
+    found = set()
+    for k, kernel in enumerate(kernels):
+        sides = width[max(0, k - _NEAR) : k], width[k + 1 : k + 1 + _NEAR]
+        if not all(side and _WIDE * min(side) <= width[k] for side in sides):
+            found.add(int(problem.kernel_op[kernel]) + 1)
     return tuple(sorted(p for p in found if ops and ops[0] < p <= ops[-1]))
 
 

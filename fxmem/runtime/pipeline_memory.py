@@ -198,16 +198,14 @@ class RankPlay:
         self.posted: dict[Message, tuple[list[Held], int]] = {}
         self.has_gradient = set(beside.with_gradient) - set(beside.shared)
         self.arrivals = Arrivals(rows)
-        self.most_held = self._run(rows[rank])
+        self._run(rows[rank])
 
-    def _run(self, row: Row) -> dict[int, int]:
-        in_flight: Counter[int] = Counter()
-        most: dict[int, int] = {}
+    def _run(self, row: Row) -> None:
         for stage, kind, chunk in row:
             if kind == "RECV_F":
-                self._hold(stage, chunk, self._of(stage).receives)
+                self._hold(stage, chunk, self.stages[stage].receives)
             elif kind == "RECV_B":
-                self._hold(stage, chunk, self._of(stage).grad_receives)
+                self._hold(stage, chunk, self.stages[stage].grad_receives)
             elif kind in ("SEND_F", "SEND_B"):
                 self._send(stage, kind[-1], chunk)
             elif kind == "F":
@@ -216,24 +214,19 @@ class RankPlay:
                 self._backward(stage, kind, chunk)
             elif kind == "W":
                 self._weights(stage, chunk)
-            in_flight[stage] += {"F": 1, "B": -1, "I": -1}.get(kind, 0)
-            most[stage] = max(most.get(stage, 0), in_flight[stage])
+            self._stands(0)
         for message in list(self.posted):
             self._arrived(message)
         sums = [n for n, ranks in self.beside.shared.items() if ranks[0] == self.rank and n in self.has_gradient]
         self._stands(max((self.beside.parameter_bytes[n] for n in sums), default=0))
-        return most
-
-    def _of(self, stage: int) -> StageBytes:
-        return self.stages[stage]
 
     def _stands(self, more: int) -> None:
         self.peak_bytes = max(self.peak_bytes, self.level + more)
 
     def _name(self, stage: int, chunk: int, key: int) -> Held:
         """A message within the rank is the same tensor in both stages, if its layout is right."""
-        if self.rank_of[stage - 1] == self.rank and stage and key in self._of(stage).receives:
-            source = self._of(stage - 1).outputs("F")[self._of(stage).receives.index(key)]
+        if self.rank_of[stage - 1] == self.rank and stage and key in self.stages[stage].receives:
+            source = self.stages[stage - 1].outputs("F")[self.stages[stage].receives.index(key)]
             return self._name(stage - 1, chunk, source[0]) if source[1] else (stage, chunk, key)
         return stage, chunk, key
 
@@ -241,9 +234,8 @@ class RankPlay:
         for key in keys:
             name = self._name(stage, chunk, key)
             if not self.held[name]:
-                self.level += self._of(stage).sizes[key]
+                self.level += self.stages[stage].sizes[key]
             self.held[name] += 1
-        self._stands(0)
 
     def _drop(self, stage: int, chunk: int, keys: Iterable[int]) -> None:
         for key in keys:
@@ -251,7 +243,7 @@ class RankPlay:
             self.held[name] -= 1
             if not self.held[name]:
                 del self.held[name]
-                self.level -= self._of(stage).sizes[key]
+                self.level -= self.stages[stage].sizes[key]
 
     def _release(self) -> None:
         for message in [m for m in self.posted if self.arrivals.has_arrived(m)]:
@@ -264,7 +256,7 @@ class RankPlay:
         self.level -= copied
 
     def _send(self, stage: int, kind: str, chunk: int) -> None:
-        outputs, sizes = self._of(stage).outputs(kind), self._of(stage).sizes
+        outputs, sizes = self.stages[stage].outputs(kind), self.stages[stage].sizes
         copied = sum(sizes[key] for key, is_dense in outputs if not is_dense)
         self.level += copied
         self._stands(0)
@@ -277,7 +269,7 @@ class RankPlay:
         return [key for key in keys if counts[name := self._name(stage, chunk, key)] == self.held[name]]
 
     def _forward(self, stage: int, chunk: int) -> None:
-        at = self._of(stage)
+        at = self.stages[stage]
         if stage:
             self.arrivals.use("F", stage, chunk)
             self._release()
@@ -288,15 +280,15 @@ class RankPlay:
         if at.graph.is_last:
             self.level += at.loss_bytes()
         elif self.rank_of[stage + 1] == self.rank:
-            self._hold(stage + 1, chunk, self._of(stage + 1).receives)
+            self._hold(stage + 1, chunk, self.stages[stage + 1].receives)
         else:
             self._hold(stage, chunk, outputs)
         self._drop(stage, chunk, before)
 
     def _backward(self, stage: int, kind: str, chunk: int) -> None:
-        at = self._of(stage)
+        at = self.stages[stage]
         if at.graph.is_last:
-            self._hold(stage, chunk, at.grad_receives)
+            self._hold(stage, chunk, at.grad_receives)  # the loss's own gradient
         else:
             self.arrivals.use("B", stage, chunk)
             self._release()
@@ -307,19 +299,19 @@ class RankPlay:
         self._hold(stage, chunk, kept)
         if stage:
             local = self.rank_of[stage - 1] == self.rank
-            target, keys = (stage - 1, self._of(stage - 1).grad_receives) if local else (
+            target, keys = (stage - 1, self.stages[stage - 1].grad_receives) if local else (
                 stage, [key for key, _ in at.outputs(kind)])  # fmt: skip
             self._hold(target, chunk, keys)
         self._drop(stage, chunk, given)
 
     def _weights(self, stage: int, chunk: int) -> None:
-        kept = self._of(stage).kept
+        kept = self.stages[stage].kept
         self._gradients(stage, "W", self._sole(stage, chunk, kept))
         self._drop(stage, chunk, kept)
 
     def _gradients(self, stage: int, kind: str, owned: Sequence[int]) -> None:
         """Run a part of backward: gradients of parameters that have none yet stay."""
-        at, fresh, nbytes = self._of(stage), dict[int, int](), self.beside.parameter_bytes
+        at, fresh, nbytes = self.stages[stage], dict[int, int](), self.beside.parameter_bytes
         for node in at.code.module(kind).graph.find_nodes(op="call_function", target=deliver):
             name = self.canonical(at, at.graph.gradients[node.args[1]])
             if name not in self.has_gradient:

@@ -35,7 +35,7 @@ def with_sink(module: fx.GraphModule, num_sends: int, positions: Sequence[int]) 
     taken = {key for n in (*inputs, *others) if isinstance(n, fx.Node) for key in storage_keys(n)}
     keys = [key for g in gradients for key in storage_keys(g)]
     last = _last_use(nodes)
-    with graph.inserting_after(inputs[-1]):
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(None):
         sink = graph.placeholder("sink")
     sink.meta["val"] = None
     for position, gradient in reversed(list(zip(positions, gradients, strict=True))):

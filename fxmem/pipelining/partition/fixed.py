@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxmem.pipelining.evaluate import Candidate, Cuts, FixedSchedule, ScheduleMaker
-from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.base import Clock, Problem, finish, infeasible
 from fxmem.pipelining.partition.proposals import balanced, least_memory
 from fxmem.pipelining.partition.search import improve
 from fxmem.pipelining.plan import PipelinePlan
@@ -35,4 +35,6 @@ def plan_fixed(problem: Problem, schedule: Schedule, cuts: Cuts = ()) -> Pipelin
             found, _ = improve(evaluator, found, (start, ()), same, max_tries=_MOST_TRIES, most_in_flight=0)
         if found is not None and (best is None or found.step_s < best.step_s):
             best = found
+    if best is None:
+        raise infeasible(problem, evaluator, next(start for start in reversed(starts) if start), maker)
     return finish("fixed", problem, evaluator, best, clock, interleaved=count > schedule.num_devices)
