@@ -1,4 +1,4 @@
-"""Command line: `fxmem demo`, `plan`, `measure`, `doctor`. `--json` on each prints one JSON document."""
+"""Command line: `fxmem demo`, `plan`, `pipeline`, `measure`, `doctor`. `--json` on each prints one JSON document."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 import fxmem
 from fxmem.errors import FxmemError, OptionError
+from fxmem.pipelining.command import pipeline
 from fxmem.units import Budget, format_bytes
 
 _BUDGET_HELP = 'bytes, "6GiB", a fraction like 0.6 of the unplanned peak, or "min"'
@@ -35,6 +36,9 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Train under a number of bytes."""
+
+
+main.add_command(pipeline)
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:

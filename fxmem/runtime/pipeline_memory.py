@@ -78,8 +78,10 @@ class StageBytes:
             self._note_size(node)
         return [key for n in nodes for key in storage_keys(n) if key not in self._given]
 
+    @cached_property
     def loss_bytes(self) -> int:
-        return sum(self.sizes[key] for key, _ in self.outputs("F")[:1])
+        results: Any = self.code.module("F").graph.output_node().args[0]
+        return self._rounded(int(results[0].meta["val"].nbytes))
 
     def peak(self, kind: str, owned: Iterable[int], fresh: Mapping[int, int]) -> int:
         """Bytes above those standing at the start of a run of module `kind`, at most.
@@ -278,7 +280,7 @@ class RankPlay:
         outputs = [key for key, _ in at.outputs("F")]
         self._hold(stage, chunk, at.saved)
         if at.graph.is_last:
-            self.level += at.loss_bytes()
+            self.level += at.loss_bytes
         elif self.rank_of[stage + 1] == self.rank:
             self._hold(stage + 1, chunk, self.stages[stage + 1].receives)
         else:

@@ -91,7 +91,7 @@ class Stage(PipelineStage):
         if self.has_backward:
             self._saved[fwd_chunk_id] = saved
         if self.is_last:
-            return values[0]
+            return values[0].clone()  # kept to the end of the step; mse_loss leaves it in a storage of the input's size
         if not self._is_here(self.stage_index + 1):
             self._results[fwd_chunk_id] = values
         return values

@@ -95,9 +95,15 @@ def _rank(rank: int, size: int, folder: str, function: Callable[[int], dict[str,
     os._exit(0)
 
 
-def train(pipeline: Pipeline, args: tuple[Any, ...], expected: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+def train(
+    pipeline: Any,
+    args: tuple[Any, ...],
+    expected: list[dict[str, Any]],
+    rank: int,
+    state: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """Three steps; relative error of this rank's gradients and of the losses, largest error of its buffers."""
-    made = pipeline.stage(rank)
+    made = pipeline.stage(rank, state_dict=state and {n: t.clone() for n, t in state.items()})
     stages = made if isinstance(made, list) else [made]
     schedule = pipeline.schedule(made)
     held = {name: p for stage in stages for name, p in stage.submod.named_parameters(remove_duplicate=False)}
@@ -147,6 +153,35 @@ def case(name: str, schedule: Any, num_ranks: int, num_stages: int, num_microbat
         ),
         flush=True,
     )
+
+
+def planned(name: str, schedule: str, num_ranks: int, num_microbatches: int, num_rows: int, budget: Any) -> None:
+    """Every rank plans by `fxmem.pipeline` (rank 0 decides), trains and measures one step from no gradients on."""
+    import fxmem
+
+    def run(rank: int) -> dict[str, Any]:
+        model, args = build(name)
+        batch = batch_of(args, num_rows)
+        pipe = fxmem.pipeline(
+            model, batch, budget, num_stages=num_ranks, num_microbatches=num_microbatches, schedule=schedule
+        )
+        expected = reference(build(name)[0], batch, num_microbatches)
+        result = train(pipe, batch, expected, rank, state=dict(model.state_dict()))
+        made = pipe.stage(rank, state_dict=model.state_dict())
+        steps = pipe.schedule(made)
+        peaks = []
+        for _ in range(3):
+            for stage in made if isinstance(made, list) else [made]:
+                stage.submod.zero_grad()
+            peaks.append(fxmem.measure(lambda: steps.step(*batch)).peak_bytes)
+        plan = pipe.plan
+        return {
+            **result, "peaks": peaks, "predicted": plan.peak_bytes[rank], "budget": plan.budget_bytes,
+            "extra_s": sum(s.extra_s for s in plan.stages), "schedule": plan.schedule,
+            "batch": sum(t.nbytes for t in batch),
+        }  # fmt: skip
+
+    print(json.dumps(run_ranks(num_ranks, run)), flush=True)
 
 
 def dead_rank() -> None:
@@ -218,6 +253,9 @@ def main() -> None:
     if scenario == "cases":
         for text in rest:
             case(*json.loads(text))
+    elif scenario == "planned":
+        for text in rest:
+            planned(*json.loads(text))
     elif scenario == "dead":
         dead_rank()
     else:
