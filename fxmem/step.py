@@ -59,8 +59,13 @@ class Step:
 
     @property
     def plans(self) -> list[Plan]:
-        """One per captured training graph, in order of capture."""
+        """One per captured training graph, in order of capture; until the next call those that the last one ran."""
         return [graph.plan for graph in self.graphs if graph.plan is not None]
+
+    @property
+    def _valid_plans(self) -> list[Plan]:
+        """The plans made since everything was last to be planned again."""
+        return [graph.plan for graph in self.graphs if graph.plan is not None and not graph.is_stale]
 
     @property
     def plan(self) -> Plan:
@@ -113,14 +118,13 @@ class Step:
         """Every graph is planned afresh when it is next called."""
         self.generation += 1
         self._num_verified = 0
-        for graph in self.graphs:
-            graph.plan = None
 
     def resident_bytes(self, program: Program) -> int:
         """Bytes beside `program`: parameters not in it, gradients, optimizer state, what earlier graphs saved,
         and what a measured step took more than was planned."""
-        beside = self.excess_bytes + beside_graph_bytes(self.function, program, first_graph=not self.plans)
-        return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, self.plans))
+        earlier = self._valid_plans
+        beside = self.excess_bytes + beside_graph_bytes(self.function, program, first_graph=not earlier)
+        return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, earlier))
 
     @property
     def budget_bytes(self) -> int | None:
@@ -129,7 +133,7 @@ class Step:
 
     def start_trace(self, args: Sequence[Any]) -> MemoryTrace | None:
         """Start measuring if a plan in force was not verified yet and no measurement is under way."""
-        if self._num_verified == len(self.plans) or self.budget_bytes is None:
+        if self._num_verified == len(self._valid_plans) or self.budget_bytes is None:
             return None
         if self._trace is not None and self._trace.is_running:
             return None
@@ -144,7 +148,7 @@ class Step:
         if trace.peak_delta_bytes is None or self.budget_bytes is None:
             return
         self.measured_peak_bytes = peak_bytes = self._start_bytes + trace.peak_delta_bytes
-        self._num_verified = len(self.plans)
+        self._num_verified = len(self._valid_plans)
         over_bytes = peak_bytes - self.budget_bytes
         if over_bytes <= 0:
             return
@@ -168,8 +172,13 @@ class Graph:
         self.plan: Plan | None = None
         self.budget_bytes: int | None = None
         self.sizes: Mapping[str, int] = {}
-        self.generation = step.generation
+        self.generation = self._planned = step.generation
         self._code: Callable[..., Any] = module
+
+    @property
+    def is_stale(self) -> bool:
+        """Was everything to be planned again since this graph was?"""
+        return self._planned != self.step.generation
 
     def compile(self, example_inputs: Sequence[Any]) -> None:
         """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch."""
@@ -217,7 +226,7 @@ class Graph:
         asked = step.settings.budget
         budget = asked if self.budget_bytes is None or asked == "min" else self.budget_bytes
         self.plan = plan_graph(joint, step.settings, budget, step.resident_bytes, self.sizes)
-        self.budget_bytes = self.plan.budget_bytes
+        self.budget_bytes, self._planned = self.plan.budget_bytes, step.generation
         transfers = open_transfers(self.plan.program, self.plan.actions, step.settings.offload_dir)
         forward, backward = split(rewrite(joint, self.plan.program, self.plan.actions, transfers.key))
         owner = backward if step.settings.inner == "eager" else self  # what lives as long as a backward may come
