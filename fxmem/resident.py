@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,9 +68,9 @@ def _state_after_step(optimizer: torch.optim.Optimizer) -> Any:
             stand_in.grad = torch.empty_like(stand_in)
         groups.append({**group, "params": stand_ins, "fused": None, "capturable": False})
     try:
-        probe = type(optimizer)(
-            groups, **{k: v for k, v in optimizer.defaults.items() if k not in ("fused", "capturable")}
-        )
+        taken = inspect.signature(type(optimizer)).parameters  # AdamW notes defaults that it does not take
+        given = {k: v for k, v in optimizer.defaults.items() if k in taken and k not in ("fused", "capturable")}
+        probe = type(optimizer)(groups, **given)
         probe.step()
     except Exception as error:
         raise OptionError(f"can't tell the state size of {type(optimizer).__name__}: take one step first") from error

@@ -145,6 +145,7 @@ class _Slicer:
         self.staging, self.index = staging, index
         self.joint = staging.joint
         self.nodes = self.joint.nodes
+        self.static = frozenset(self.joint.static_inputs)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.is_last = index == staging.num_stages - 1
@@ -190,7 +191,7 @@ class _Slicer:
         )
 
     def _is_static(self, node: fx.Node) -> bool:
-        return node.name in set(self.joint.static_inputs)
+        return node.name in self.static
 
     def _own(self, in_forward: bool) -> list[fx.Node]:
         staging = self.staging

@@ -86,7 +86,7 @@ def from_config(config: dict[str, Any], dtype: str, num_rows: int, sequence: int
     except (KeyError, ValueError) as error:
         raise OptionError(f"not a Hugging Face configuration: {error}") from error
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(made, dtype=kind)
+        network = AutoModelForCausalLM.from_config(made, dtype=kind)  # type: ignore[no-untyped-call]
     return LanguageModelLoss(network), (torch.empty(num_rows, sequence, dtype=torch.int64, device="meta"),)
 
 

@@ -287,10 +287,7 @@ class Driver:
         lean = self._lean()
         if max(lean.peak_bytes) <= budget:
             return lean, self._bound()
-        rank = max(range(len(lean.peak_bytes)), key=lambda r: lean.peak_bytes[r])
-        rows = failure.at_peak if failure is not None else ()
-        where = f" on rank {rank} (stage {lean.schedule.device_of.index(rank)} of {len(lean.stages)})"
-        raise BudgetInfeasible(int(budget), lean.peak_bytes[rank], rows, where)
+        raise lean.infeasible(int(budget)) from failure
 
     def _of_kind(self, kind: str, budget: float, fastest_s: float) -> tuple[Realised, float] | None:
         """Stages of the chain's plan, planned again for other memory where real stages need more or less than the chain

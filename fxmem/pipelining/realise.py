@@ -54,6 +54,20 @@ class Realised:
     def step_s(self) -> float:
         return self.simulation.step_s
 
+    def infeasible(self, budget_bytes: int) -> BudgetInfeasible:
+        """The error that names the rank that needs most, its first stage, and what stands there."""
+        rank = max(range(len(self.peak_bytes)), key=lambda r: self.peak_bytes[r])
+        mine = [s for s, device in enumerate(self.schedule.device_of) if device == rank]
+        rows: list[tuple[str, int]] = []
+        for s in mine:
+            planned, count = self.stages[s], self.in_flight[s]
+            rows.append((f"stage {s}: saved by {count} microbatches in flight", count * planned.saved_bytes))
+            rows.append((f"stage {s}: beside that while one runs", planned.peak_bytes - planned.saved_bytes))
+        rest = self.peak_bytes[rank] - sum(nbytes for _, nbytes in rows)
+        rows.insert(0, (f"stage {mine[0]}: parameters, gradients, optimizer state, batch, messages", max(rest, 0)))
+        where = f" on rank {rank} (stage {mine[0]} of {len(self.stages)})"
+        return BudgetInfeasible(budget_bytes, self.peak_bytes[rank], rows, where)
+
 
 class Realiser:
     """Makes `Realised`s of one captured model; `program` is its graph with costs."""
@@ -167,7 +181,7 @@ class _Cut:
                 break
             rooms = again
         if found is None:
-            raise self._infeasible(budget_bytes, made)
+            raise made.infeasible(int(budget_bytes))
         return found
 
     def _room(self, stage: int, stages: Sequence[StageActions], budget_bytes: float) -> float:
@@ -181,8 +195,8 @@ class _Cut:
         try:
             return self.planners[stage].plan(int(room), self.in_flight[stage])
         except BudgetInfeasible as error:
-            missing = error.min_bytes - int(room)
-            raise self._error(stage, budget_bytes, int(budget_bytes) + max(missing, 1)) from error
+            missing = max(error.min_bytes - int(room), 1)
+            raise BudgetInfeasible(int(budget_bytes), int(budget_bytes) + missing, (), f", stage {stage}") from error
 
     def _corrected(
         self, rooms: Sequence[float], made: Realised, over: Sequence[float], budget_bytes: float
@@ -196,22 +210,6 @@ class _Cut:
             elif made.stages[stage].extra_s > 0 and over[rank] < -0.01 * budget_bytes:
                 changed[stage] -= 0.9 * over[rank] / share
         return changed
-
-    def _infeasible(self, budget_bytes: float, made: Realised) -> BudgetInfeasible:
-        rank = max(range(len(made.peak_bytes)), key=lambda r: made.peak_bytes[r])
-        stage = self.rank_of.index(rank)
-        return self._error(stage, budget_bytes, made.peak_bytes[rank], made)
-
-    def _error(self, stage: int, budget_bytes: float, min_bytes: int, made: Realised | None = None) -> BudgetInfeasible:
-        planned = made.stages[stage] if made else self.planners[stage].everything_saved
-        rank, count = self.rank_of[stage], self.in_flight[stage]
-        rows = [
-            (f"stage {stage}: parameters, gradients, optimizer state, batch", self.standing(rank)),
-            (f"stage {stage}: saved by {count} microbatches in flight", count * planned.saved_bytes),
-            (f"stage {stage}: beside that while one runs", max(0, planned.peak_bytes - planned.saved_bytes)),
-        ]
-        where = f" on rank {rank}, stage {stage} of {len(self.graphs)}"
-        return BudgetInfeasible(int(budget_bytes), min_bytes, rows, where)
 
     def realised(self, stages: Sequence[StageActions]) -> Realised:
         """These stages with every rank's memory played and the step simulated."""

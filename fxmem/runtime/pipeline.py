@@ -237,7 +237,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_one_loss(joint: JointGraph) -> None:
-    tangents = [n for n in joint.nodes if n.name in joint.tangents]
+    tangents = [n for n in joint.nodes[joint.num_forward_nodes :] if n.op == "placeholder"]
     first = joint.outputs[0] if joint.outputs else None
     if len(tangents) != 1 or tangents[0].meta["val"].dim() or getattr(first, "meta", {}).get("val") is None:
         raise CutError(
