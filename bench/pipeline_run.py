@@ -1,0 +1,137 @@
+"""Planned pipelines in real processes over gloo: predicted against measured peak per rank, and partitioners compared.
+
+`python -m bench.pipeline_run --json` prints a JSON list, one row a (model, ranks, planner, budget): predicted and
+measured peak of every rank, the largest relative error, whether the measurement is under the budget, seconds of a step
+(median of `NUM_STEPS`, the slowest rank) and their ratio to `auto`'s. Ranks share this machine's cores, so more ranks
+than cores say nothing of speed: their seconds are of all ranks in turn. Everything runs on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fxmem
+from bench.common import Row, show
+from fxmem.testing.zoo import build
+from fxmem.units import Budget
+
+NUM_STEPS = 5
+TIMEOUT_S = 120
+CASES = (("gpt2", "tiny", 2), ("mlp", "small", 2), ("gpt2", "small", 2), ("gpt2", "tiny", 4), ("mlp", "small", 4))
+"""(model, size, ranks)."""
+PLANNERS = ("auto", "time", "layers", "parameters", "mcap")
+BUDGETS: tuple[Budget, ...] = (None, 0.8)
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """Every planner in every case."""
+    for model, size, num_ranks in CASES[:1] if quick else CASES:
+        for budget in BUDGETS:
+            base_s: float | None = None
+            for planner in PLANNERS[:2] if quick else PLANNERS:
+                row = _row(run_ranks(num_ranks, partial(_measured, model, size, num_ranks, planner, budget)))
+                base_s = row.get("step_s") if planner == "auto" else base_s
+                ratio = row["step_s"] / base_s if base_s and "step_s" in row else None
+                head: Row = {"model": f"{model} {size}", "ranks": num_ranks, "planner": planner, "budget": budget}
+                yield {**head, **row, "ratio_to_auto": ratio}
+
+
+def _row(found: list[dict[str, Any]]) -> Row:
+    errors = [rank["error"] for rank in found if "error" in rank]
+    if errors:
+        return {"error": errors[0].splitlines()[0]}
+    worst = max(abs(rank["predicted_bytes"] / rank["measured_bytes"] - 1) for rank in found)
+    budget = found[0]["budget_bytes"]
+    return {
+        "schedule": found[0]["schedule"],
+        "budget_bytes": budget,
+        "predicted_bytes": [rank["predicted_bytes"] for rank in found],
+        "measured_bytes": [rank["measured_bytes"] for rank in found],
+        "largest_error": worst,
+        "under_budget": budget is None or all(rank["measured_bytes"] <= budget for rank in found),
+        "simulated_step_s": found[0]["simulated_s"],
+        "step_s": max(rank["step_s"] for rank in found),
+    }
+
+
+def _measured(model: str, size: str, num_ranks: int, planner: str, budget: Budget, rank: int) -> Row:
+    """On one rank: plan, warm up, measure one step's memory, time the others."""
+    torch.set_num_threads(1)
+    module, args = build(model, size)  # type: ignore[arg-type]
+    batch = tuple(torch.cat([a] * (8 // a.shape[0] or 1)) for a in args)
+    schedule = "auto" if planner == "auto" else "1f1b-n"
+    pipe = fxmem.pipeline(
+        module, batch, budget, num_stages=num_ranks, num_microbatches=4, planner=planner, schedule=schedule
+    )
+    made: Any = pipe.stage(rank)
+    steps = pipe.schedule(made)
+
+    def step() -> float:
+        made.submod.zero_grad()
+        dist.barrier()
+        started = time.perf_counter()
+        steps.step(*batch)
+        return time.perf_counter() - started
+
+    step()
+    made.submod.zero_grad()
+    measured = fxmem.measure(lambda: steps.step(*batch)).peak_bytes
+    seconds = statistics.median(step() for _ in range(NUM_STEPS))
+    plan = pipe.plan
+    return {
+        "schedule": plan.schedule, "budget_bytes": plan.budget_bytes, "simulated_s": plan.step_s, "step_s": seconds,
+        "predicted_bytes": plan.peak_bytes[rank], "measured_bytes": measured,
+    }  # fmt: skip
+
+
+def run_ranks(num_ranks: int, function: Callable[[int], Row]) -> list[Row]:
+    """`function(rank)` in a process for each rank; what it returned, or {"error": text}."""
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_rank, args=(r, num_ranks, folder, function)) for r in range(num_ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+        paths = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
+        return [json.loads(path.read_text()) if path.exists() else {"error": "no answer"} for path in paths]
+
+
+def _rank(rank: int, num_ranks: int, folder: str, function: Callable[[int], Row]) -> None:
+    store = dist.FileStore(os.path.join(folder, "store"), num_ranks)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=TIMEOUT_S / 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    try:
+        result = function(rank)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON list (default: a table)")
+    parser.add_argument("--quick", action="store_true", help="one case, two planners")
+    args = parser.parse_args()
+    show(rows(args.quick), args.json, "planned pipelines over gloo")
+
+
+if __name__ == "__main__":
+    main()
