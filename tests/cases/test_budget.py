@@ -1,6 +1,7 @@
 """The budget against the allocator: faults that users of other tools reported."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_a_sweep_is_kept_and_pays_more_for_less():  # pytorch#197838
         assert measured(module, step, args) <= step.plan.budget_bytes
         extra.append(step.plan.extra_s)
     tolerance_s = 0.02 * step.plan.baseline_s  # half a second of search does not find the optimum
-    assert all(left <= right + tolerance_s for left, right in zip(extra, extra[1:], strict=False))
+    assert all(left <= right + tolerance_s for left, right in itertools.pairwise(extra))
     assert extra[-1] > extra[0] > 0
 
 
