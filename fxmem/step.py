@@ -98,8 +98,13 @@ class Step:
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
-        with unwrapped_errors():
-            result = compiled(*args, **kwargs)
+        try:
+            with unwrapped_errors():
+                result = compiled(*args, **kwargs)
+        except BaseException:
+            if self._trace is not None:  # the backward that would end it may never come, though its roots live on
+                self._trace.abandon()
+            raise
         if torch.is_grad_enabled() and self.settings.budget is not None and not self.graphs:
             raise CaptureError("Dynamo found no graph in the step, so it ran without a plan (a graph break in a loop?)")
         return result
