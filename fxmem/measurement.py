@@ -101,15 +101,17 @@ class MemoryTrace:
     def end(self) -> int | None:
         """Stop, however often it is called; returns `peak_delta_bytes`."""
         log, self._log = self._log, None
+        on_done, self.on_done = self.on_done, None  # what it refers to may refer to the graph that holds this trace
         if log is not None:
             self.peak_delta_bytes, self.peak_allocated_bytes = log.end()
-            if self.on_done is not None:
-                self.on_done(self)
+            if on_done is not None:
+                on_done(self)
         return self.peak_delta_bytes
 
     def abandon(self) -> None:
         """Stop without a result."""
         log, self._log = self._log, None
+        self.on_done = None
         if log is not None:
             log.end()
 
