@@ -7,14 +7,17 @@ relayed from stage to stage, so that neighbours are all a stage talks to: values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import fx
 
+from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.errors import VerifyError
 from fxmem.passes.base import GraphPass
@@ -62,8 +65,11 @@ class StageGraph:
 
     def values(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Fake values of nodes of the stage's graph."""
-        by_name = {node.name: node.meta["val"] for node in self.joint.nodes}
-        return [by_name[name] for name in names]
+        return [self._by_name[name] for name in names]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, torch.Tensor]:
+        return {node.name: node.meta["val"] for node in self.joint.nodes}
 
 
 @dataclass(frozen=True)
@@ -270,15 +276,28 @@ class _Slicer:
 
 
 def _refresh_values(graph: fx.Graph) -> None:
-    """New fake values: what arrives from another stage is dense and shares no storage with anything."""
+    """New fake values where needed: what arrives from another stage is dense and shares no storage with anything."""
     mode = next((m for n in graph.nodes if (m := getattr(n.meta.get("val"), "fake_mode", None))), None)
+    arriving = [n for n in graph.nodes if n.op == "placeholder" and "desc" not in n.meta]
+    keys = Counter(compat.storage_key(n.meta["val"]) for n in arriving if isinstance(n.meta["val"], torch.Tensor))
+    changed: set[fx.Node] = set()
     with mode or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for node in arriving:
+            val = node.meta["val"]
+            if isinstance(val, torch.Tensor) and not (keys[compat.storage_key(val)] == 1 and _is_whole(val)):
+                node.meta["val"] = torch.empty_like(val)
+                changed.add(node)
         for node in graph.nodes:
-            if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor) and "desc" not in node.meta:
-                node.meta["val"] = torch.empty_like(node.meta["val"])
-            elif node.op == "call_function":
+            if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)
+                changed.add(node)
+
+
+def _is_whole(val: torch.Tensor) -> bool:
+    """Is `val` all of its storage, as `empty_like` would make it?"""
+    is_dense = torch.empty_like(val).stride() == val.stride() and not val.storage_offset()
+    return is_dense and compat.storage_nbytes(val) == val.numel() * val.itemsize
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -182,7 +182,7 @@ class Driver:
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, self._program, self._static_bytes, most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
-        options = Options(solve_s=request.solve_s or max(0.5, len(program.ops) / stages / 1000))
+        options = Options(solve_s=request.solve_s or 0.5)
         self._realiser = Realiser(
             self.runtime, self._program, self._beside, self._cluster, request.stage_planner, options
         )

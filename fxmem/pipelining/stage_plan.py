@@ -6,6 +6,7 @@ with a limit on what crosses the start of backward, which is paid once for every
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +20,11 @@ from fxmem.planning import baseline_actions
 from fxmem.schedule import Action, StartBackward, simulate
 from fxmem.schedule.actions import Compute, Recompute
 
-TRANSIENT_SHARES = (1.0, 0.5, 1.6)
-"""Guesses of what stands beside saved tensors at the peak, relative to the stage with everything saved."""
+TRANSIENTS = ((1.0, 0.0), (1.0, 0.2), (1.0, 0.5), (0.5, 0.0))
+"""Guesses of what stands beside saved tensors at the peak: shares of what does with everything saved, and of what is
+saved then (recomputed pieces stand there while they are used)."""
+SPEND_S = 6.0
+"""Seconds of solving after which a stage is content with what it has found for other rooms and counts, if that fits."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class StagePlanner:
         self._inputs = {op.index for op in program.ops if op.is_input}
         self._base_bytes = reduce_program(self._lane).base_bytes
         self._made: dict[tuple[int, int], StageActions | int] = {}
+        self._found: list[StageActions] = []
+        self._spent_s = 0.0
 
     @cached_property
     def everything_saved(self) -> StageActions:
@@ -86,24 +92,24 @@ class StagePlanner:
         whole = self.everything_saved
         if whole.need_bytes(in_flight) <= room_bytes:
             return whole
-        found, least = [], whole.need_bytes(in_flight)
-        for made in self._tries(room_bytes, in_flight):
-            if isinstance(made, int):
+        least = min(made.need_bytes(in_flight) for made in (whole, *self._found))
+        if self._spent_s < SPEND_S or least > room_bytes:
+            started = time.perf_counter()
+            for made in self._tries(room_bytes, in_flight):
+                if not isinstance(made, int):
+                    self._found.append(made)
+                    made = made.need_bytes(in_flight)
                 least = min(least, made)
-            elif made.need_bytes(in_flight) <= room_bytes:
-                found.append(made)
-            else:
-                least = min(least, made.need_bytes(in_flight))
-        if not found:
-            return max(least, room_bytes + 1)
-        return min(found, key=lambda a: a.extra_s)
+            self._spent_s += time.perf_counter() - started
+        fitting = [made for made in self._found if made.need_bytes(in_flight) <= room_bytes]
+        return min(fitting, key=lambda a: a.extra_s) if fitting else max(least, room_bytes + 1)
 
     def _tries(self, room_bytes: int, in_flight: int) -> Iterator[StageActions | int]:
         """Plans under several splits of the room into saved tensors and transients; an int is a room found too small
         for its split."""
         whole = self.everything_saved
-        for share in TRANSIENT_SHARES if in_flight > 1 else (0.0,):
-            beside = share * (whole.peak_bytes - whole.saved_bytes)
+        for share, again in TRANSIENTS if in_flight > 1 else ((0.0, 0.0),):
+            beside = share * (whole.peak_bytes - whole.saved_bytes) + again * whole.saved_bytes
             saved = int((room_bytes - beside) / in_flight)
             if saved <= 0 and in_flight > 1:
                 continue
