@@ -2,8 +2,9 @@
 
     python -m bench.overhead [--models gpt2,resnet50,unet] [--pairs 20] [--json]
 
-Steps alternate in one process, each pair in the opposite order of the one before. `wall_ratio` is the median of the pairs'
-wall times, `cpu_ratio` of their processor times (all threads of this process: what other processes do counts less).
+Steps alternate in one process, each pair in the opposite order of the one before. `wall_ratio` is the median of the
+pairs' wall times, `cpu_ratio` of their processor times (all threads of this process: what other processes do counts
+less).
 """
 
 from __future__ import annotations
