@@ -25,16 +25,17 @@ def measured(module, step, args):
     return peak_bytes
 
 
+@pytest.mark.slow
 def test_a_sweep_is_kept_and_pays_more_for_less():  # pytorch#197838
     module, args = blocks(batch=128, num_blocks=12)
-    step = fxmem.compile(module, solve_s=0.5)
+    step = fxmem.compile(module, solve_s=0.3)
     extra = []
-    for budget in (0.9, 0.8, 0.7, 0.6):
+    for budget in (0.9, 0.75, 0.6):
         step.set_budget(budget)
         run(step, args)
         assert measured(module, step, args) <= step.plan.budget_bytes
         extra.append(step.plan.extra_s)
-    tolerance_s = 0.02 * step.plan.baseline_s  # half a second of search does not find the optimum
+    tolerance_s = 0.02 * step.plan.baseline_s  # so short a search does not find the optimum
     assert all(left <= right + tolerance_s for left, right in itertools.pairwise(extra))
     assert extra[-1] > extra[0] > 0
 
