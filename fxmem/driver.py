@@ -17,7 +17,7 @@ from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.planners import Options
-from fxmem.planning import Plan, make_plan
+from fxmem.planning import STAYS, Plan, make_plan
 from fxmem.schedule import Machine
 from fxmem.units import Budget
 
@@ -50,9 +50,15 @@ def plan_graph(
         return settings.plan.for_graph(joint, program)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
     options = planner_options(program, settings)
-    if options.tiers:
-        options = replace(options, pinned=frozenset(why_not_offloadable(joint, program, min_bytes=1)))
-    return replace(make_plan(program, budget, settings.planner, options), joint=joint)
+    stays = why_not_offloadable(joint, program, min_bytes=1) if options.tiers else {}
+    options = replace(options, pinned=frozenset(stays))
+    plan = make_plan(program, budget, settings.planner, options)
+    return replace(plan, joint=joint, notes={**plan.notes, **({STAYS: _by_json_key(stays)} if stays else {})})
+
+
+def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:
+    """JSON has no numbers for keys."""
+    return {str(storage): reason for storage, reason in stays.items()}
 
 
 def planner_options(program: Program, settings: Settings) -> Options:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fxmem.capture import JointGraph
 
 FORMAT = "fxmem-plan-1"
+STAYS = "stays on the device"
+"""Key in `Plan.notes`: storage (as text) -> why it may not be offloaded."""
 ROUNDING = 1e-12  # of the baseline's seconds: sums of the same numbers in another order differ by less
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxmem.planning import Plan
+from fxmem.planning import STAYS, Plan
 from fxmem.schedule import Offload, Recompute, StartBackward
 
 Decision = Literal["keep", "recompute", "offload"]
@@ -13,7 +13,7 @@ Decision = Literal["keep", "recompute", "offload"]
 
 @dataclass(frozen=True)
 class Saved:
-    """One storage that forward makes and backward reads."""
+    """One storage that forward makes and backward reads. `stays`: why it could not be offloaded, "" if it could."""
 
     storage: int
     name: str
@@ -22,6 +22,7 @@ class Saved:
     decision: Decision
     recompute_s: float
     source: str
+    stays: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def saved_tensors(plan: Plan) -> list[Saved]:
         if isinstance(action, Recompute):
             again[action.op] = again.get(action.op, 0.0) + program.ops[action.op].seconds
     resident = set(program.resident)
+    reasons = plan.notes.get(STAYS, {})
     needed = {s for op in program.ops if op.region == "backward" for s in program.reads(op)} - resident
     rows = []
     for storage in needed:
@@ -54,7 +56,8 @@ def saved_tensors(plan: Plan) -> list[Saved]:
             continue
         decision: Decision = "offload" if storage in offloaded else "keep" if storage in kept else "recompute"
         cost_s = again.get(op.index, 0.0)
-        rows.append(Saved(storage, op.name, op.target, nbytes[storage], decision, cost_s, op.source))
+        stays = "" if decision == "offload" else reasons.get(str(storage), "")
+        rows.append(Saved(storage, op.name, op.target, nbytes[storage], decision, cost_s, op.source, stays))
     return sorted(rows, key=lambda row: (-row.nbytes, row.storage))
 
 

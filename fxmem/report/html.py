@@ -38,9 +38,17 @@ def write_html(plan: Plan, path: Path) -> None:
         ),
         "<h2>Values backward needs</h2>",
         _table(
-            ["bytes", "value", "op", "decision", "recompute", "source"],
+            ["bytes", "value", "op", "decision", "recompute", "not offloaded because", "source"],
             [
-                (format_bytes(s.nbytes), s.name, s.target, s.decision, f"{s.recompute_s * 1e3:.3f} ms", s.source)
+                (
+                    format_bytes(s.nbytes),
+                    s.name,
+                    s.target,
+                    s.decision,
+                    f"{s.recompute_s * 1e3:.3f} ms",
+                    s.stays,
+                    s.source,
+                )
                 for s in saved_tensors(plan)
             ],
         ),

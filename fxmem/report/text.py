@@ -19,8 +19,9 @@ NUM_ROWS = 12
 def summary(plan: Plan, width: int = 110) -> str:
     """The whole report, `width` columns wide."""
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    for table in (figures(plan), _peak_table(plan), _saved_table(plan)):
-        console.print(table)
+    for table in (figures(plan), _peak_table(plan), _saved_table(plan), _stays_table(plan)):
+        if table.row_count:
+            console.print(table)
     return str(console.file.getvalue()).rstrip() + "\n"  # type: ignore[attr-defined]
 
 
@@ -76,4 +77,20 @@ def _saved_table(plan: Plan) -> Table:
         number[row.target, row.decision] += 1
     for (target, decision), total in nbytes.most_common(NUM_ROWS):
         table.add_row(format_bytes(total), str(number[target, decision]), target, decision)
+    return table
+
+
+def _stays_table(plan: Plan) -> Table:
+    """Values that could not be offloaded, by reason; no rows if none was meant to be."""
+    table = Table(title="values backward needs that could not be offloaded", title_justify="left")
+    for name in ("bytes", "number", "why"):
+        table.add_column(name, justify="left" if name == "why" else "right")
+    nbytes: Counter[str] = Counter()
+    number: Counter[str] = Counter()
+    for row in saved_tensors(plan):
+        if row.stays:
+            nbytes[row.stays] += row.nbytes
+            number[row.stays] += 1
+    for why, total in nbytes.most_common():
+        table.add_row(format_bytes(total), str(number[why]), why)
     return table

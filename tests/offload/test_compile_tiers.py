@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fxmem
+from fxmem.report.decisions import saved_tensors
 from tests.models import blocks, gradients
 
 
@@ -20,3 +21,22 @@ def test_offloaded_step_keeps_its_budget_and_gradients(tier, tmp_path):
     measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
     assert measured == step.plan.peak_bytes <= step.plan.budget_bytes
     assert step.plan.simulation.bytes_moved > 0
+
+
+def test_what_could_not_be_offloaded_is_reported_with_the_reason(tmp_path):
+    class Returning(torch.nn.Module):
+        def forward(self, x, y):
+            return module(x, y).exp()  # backward reads what is returned
+
+    module, args = blocks()
+    plan = fxmem.plan(Returning(), args, 1.0, tiers="host")
+    rows = [row for row in saved_tensors(plan) if row.stays]
+    assert [row.stays for row in rows] == ["it is returned"]
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, fxmem.Plan.load(tmp_path / "plan.json")):
+        assert [row for row in saved_tensors(each) if row.stays] == rows
+        assert rows[0].stays in str(each)
+        each.report(tmp_path / "report.html")
+        assert rows[0].stays in (tmp_path / "report.html").read_text()
+    assert all(row.decision != "offload" for row in rows)
+    assert "could not be offloaded" not in str(fxmem.plan(module, args, 1.0))
