@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxmem.runtime import arena
-from fxmem.runtime.cuda import CudaEngine
+from bench.gpu_offload import run, timed
+from fxmem.runtime import arena, cuda
 from fxmem.runtime.diskfile import DiskFile
 from fxmem.runtime.engine import Engine, Hook, Moment
 from fxmem.runtime.layout import Layout
@@ -26,6 +26,10 @@ TIERS: list[tuple[Tier, ...]] = [("host",), ("disk",), ("host", "disk")]
 
 
 class _Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+    def elapsed_time(self, end: _Event) -> float:
+        return 1.0
+
     def record(self, stream: Any = None) -> None: ...
     def synchronize(self) -> None: ...
 
@@ -52,13 +56,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[contract.M
 
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(arena, "pin", pin)
 
     def build(layout: Layout, hook: Hook | None) -> Engine:
-        return CudaEngine(layout, CPU, DiskFile(tmp_path), hook)
+        return cuda.CudaEngine(layout, CPU, DiskFile(tmp_path), hook)
 
     yield build
     assert pinned == []
@@ -89,3 +94,29 @@ def test_failures_end_one_step(make: contract.MakeEngine, tiers: tuple[Tier, ...
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_second_backward(make: contract.MakeEngine, tier: Tier) -> None:
     contract.check_second_backward(make, CPU, tier, True)
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_timed_engine_counts_every_copy_and_wait(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
+    """What bench.gpu_offload measures: a pair of events around each copy, and around each wait for one."""
+    with timed() as timing:
+        contract.check_steps_in_flight(make, CPU, tiers, True)
+        timing.seconds()
+        layout, calls = contract.random_program(3, tiers, True)
+        engine = make(layout, None)
+        contract.Run(engine, layout, calls, CPU, seed=0).finish()
+        verbs = [verb for verb, _ in calls]
+        assert len(timing.copies) == verbs.count("offload") + verbs.count("reload")
+        assert len(timing.waits) == verbs.count("free") + verbs.count("wait")
+        copy_s, stall_s = timing.seconds()
+        assert (copy_s, stall_s) == (len(calls) / 2e3, len(calls) / 2e3)
+        assert timing.seconds() == (0.0, 0.0)
+        engine.close()
+
+
+@pytest.mark.slow
+def test_bench_row(tmp_path: Path) -> None:
+    row = run("gpt2", "tiny", "host", 0.8, CPU, tmp_path)
+    assert row["measured_bytes"] == row["predicted_bytes"] <= row["budget_bytes"]
+    assert row["same_gradients"]
+    assert (row["copy_s"], row["stall_s"], row["hidden_pct"]) == (0.0, 0.0, 0.0)
