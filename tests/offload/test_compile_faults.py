@@ -48,9 +48,10 @@ def fast_links(monkeypatch):
     monkeypatch.setattr("fxmem.driver.machine", lambda tiers, *_: Machine(dict.fromkeys(tiers, FAST)))
 
 
-def compiled(tier, folder):
-    """(module, args, step): everything is planned, nothing has run under the budget."""
+def compiled(tier, folder, device="cpu"):
+    """(module, args, step); nothing is captured yet."""
     module, args = blocks(batch=1024)
+    module, args = module.to(device), tuple(x.to(device) for x in args)
     step = fxmem.compile(module, budget=0.7, tiers=tier, offload_dir=folder, solve_s=0.5)
     return module, args, step
 
@@ -85,8 +86,12 @@ FAULTS = [
 
 @pytest.mark.usefixtures("fast_links")
 def test_disk_faults_fail_one_step(tmp_path):
+    check_disk_faults(tmp_path, "cpu")
+
+
+def check_disk_faults(tmp_path, device):
     """Every fault before the file exists, then those that can come with it there; a good step after each round."""
-    module, args, step = compiled("disk", tmp_path)
+    module, args, step = compiled("disk", tmp_path, device)
     expected = expected_gradients(module, args)
     calls = shared_file(tmp_path)._calls = Calls()
     for warm in (False, True):
@@ -128,8 +133,12 @@ def test_host_memory_refused(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("fast_links")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_levels_are_flat_over_200_steps(tier, tmp_path):
+    check_levels(tier, tmp_path, "cpu")
+
+
+def check_levels(tier, tmp_path, device):
     """Some backwards are skipped, some raise; what the device, the host and the disk hold does not grow."""
-    module, args, step = compiled(tier, tmp_path)
+    module, args, step = compiled(tier, tmp_path, device)
     expected = expected_gradients(module, args)
     before = set(ops._ENGINES)
 
