@@ -40,6 +40,8 @@ LINKS = {"cpu": Link(1e-4, 2e9), "cuda": Link(20e-6, 25e9)}
 TWO_STAGES = ("interleaved", "interleaved-zb", "looped-bfs", "zbv", "dualpipev")
 _MOST_BLOCKS = 96
 _NO_LIMIT = float(2**62)
+_PATIENCE_S = 30.0
+"""Seconds after which no further kind of schedule is tried."""
 _NUM_ATTEMPTS = 4
 
 
@@ -173,7 +175,7 @@ class Driver:
         self.runtime.plan_stage = plan_stage
 
     def _decide(self) -> tuple[PipelineResult, Any]:
-        started = time.perf_counter()
+        started = self._started = time.perf_counter()
         request, joint = self.request, self.runtime.joint
         program = program_from_joint(joint)
         limit_s = cost.PROFILE_LIMIT_S if self._may_run and request.device_spec is None else 0.0
@@ -276,6 +278,8 @@ class Driver:
         found: list[tuple[Realised, float]] = []
         failure: BudgetInfeasible | None = None
         for kind in self._kinds:
+            if found and time.perf_counter() - self._started > _PATIENCE_S:
+                break
             try:
                 made = self._of_kind(kind, budget, min((f.step_s for f, _ in found), default=float("inf")))
             except BudgetInfeasible as error:

@@ -53,19 +53,23 @@ def model_chain(
 
 
 def _positions(joint: JointGraph, problem: Problem, most_blocks: int) -> tuple[int, ...]:
-    """First ops after the kernels that `choose_cuts` names, wide places left out.
+    """First ops after the narrowest kernels, evenly over the time of forward; wide places are left out.
 
     A place is wide if there are much narrower ones near it on both sides: what crosses there is about the same, with
     the inner values of a layer on top.
     """
     ops = [i for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
-    kernels, crossing = choose_cuts(problem, most_blocks), crossing_bytes(problem)
+    kernels, crossing = choose_cuts(problem, problem.num_forward), crossing_bytes(problem)
     width = [int(crossing[kernel]) for kernel in kernels]
-    found = set()
+    done_s = np.cumsum(problem.seconds[: problem.num_forward])
+    best: dict[int, tuple[int, int]] = {}
     for k, kernel in enumerate(kernels):
         sides = width[max(0, k - _NEAR) : k], width[k + 1 : k + 1 + _NEAR]
         if not all(side and _WIDE * min(side) <= width[k] for side in sides):
-            found.add(int(problem.kernel_op[kernel]) + 1)
+            share = float(done_s[kernel] / done_s[-1]) if done_s[-1] else kernel / problem.num_forward
+            part = min(int(share * most_blocks), most_blocks - 1)
+            best[part] = min(best.get(part, (width[k], kernel)), (width[k], kernel))
+    found = {int(problem.kernel_op[kernel]) + 1 for _, kernel in best.values()}
     return tuple(sorted(p for p in found if ops and ops[0] < p <= ops[-1]))
 
 

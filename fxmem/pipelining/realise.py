@@ -23,7 +23,7 @@ from fxmem.runtime.pipeline import Pipeline
 from fxmem.runtime.pipeline_code import StageCode, stage_program
 from fxmem.runtime.pipeline_memory import RankBytes, RankPlay, StageBytes
 
-NUM_ROUNDS = 6
+NUM_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ class _Cut:
             return best
         rooms = [self._room(s, stages, budget_bytes) for s in range(len(stages))]
         found: Realised | None = None
-        for _ in range(NUM_ROUNDS):
+        for number in range(NUM_ROUNDS):
             made = self.realised([self._plan(s, rooms[s], budget_bytes) for s in range(len(stages))])
             over = [peak - budget_bytes for peak in made.peak_bytes]
             if max(over) <= 0 and (found is None or made.step_s < found.step_s):
                 found = made
-            again = self._corrected(rooms, made, over, budget_bytes)
+            again = self._corrected(rooms, made, [o * (1 + max(number - 1, 0) / 2) for o in over], budget_bytes)
             if again == rooms or (found is not None and max(over) > 0):
                 break
             rooms = again
@@ -201,14 +201,15 @@ class _Cut:
     def _corrected(
         self, rooms: Sequence[float], made: Realised, over: Sequence[float], budget_bytes: float
     ) -> list[float]:
-        """Less room where a rank is over; more where it recomputes and has more than a hundredth left."""
+        """Less room where a rank is over (a little less than that, so that few rounds do); once all fit, more where one
+        recomputes and has more than a hundredth left."""
         changed = list(rooms)
         for stage, rank in enumerate(self.rank_of):
             share = self.rank_of.count(rank)
             if over[rank] > 0:
-                changed[stage] -= over[rank] / share + 1
-            elif made.stages[stage].extra_s > 0 and over[rank] < -0.01 * budget_bytes:
-                changed[stage] -= 0.9 * over[rank] / share
+                changed[stage] -= (over[rank] + 0.002 * budget_bytes) / share + 1
+            elif max(over) <= 0 and made.stages[stage].extra_s > 0 and over[rank] < -0.01 * budget_bytes:
+                changed[stage] -= 0.9 * max(over[rank], made.peak_bytes[rank] - budget_bytes) / share
         return changed
 
     def realised(self, stages: Sequence[StageActions]) -> Realised:

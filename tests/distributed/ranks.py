@@ -163,7 +163,13 @@ def planned(name: str, schedule: str, num_ranks: int, num_microbatches: int, num
         model, args = build(name)
         batch = batch_of(args, num_rows)
         pipe = fxmem.pipeline(
-            model, batch, budget, num_stages=num_ranks, num_microbatches=num_microbatches, schedule=schedule
+            model,
+            batch,
+            budget,
+            num_stages=num_ranks,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            solve_s=0.1,
         )
         expected = reference(build(name)[0], batch, num_microbatches)
         result = train(pipe, batch, expected, rank, state=dict(model.state_dict()))

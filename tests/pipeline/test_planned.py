@@ -48,7 +48,7 @@ class TwoBiases(nn.Module):
 
 def pipeline(**options: object) -> fxmem.PlannedPipeline:
     model, args = build("mlp")
-    chosen: dict[str, object] = {"num_stages": 2, "num_microbatches": 4} | options
+    chosen: dict[str, object] = {"num_stages": 2, "num_microbatches": 4, "solve_s": 0.1} | options
     return fxmem.pipeline(model, args, **chosen)  # type: ignore[arg-type]
 
 
@@ -75,8 +75,9 @@ def test_the_budget_named_by_the_error_is_enough(schedule: str) -> None:
 
 def test_tighter_budgets_take_longer_and_hold() -> None:
     model, args = build("gpt2")
-    roomy = fxmem.pipeline(model, args, num_stages=2, num_microbatches=2, schedule="1f1b").plan
-    tight = fxmem.pipeline(model, args, 0.8, num_stages=2, num_microbatches=2, schedule="1f1b").plan
+    options = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b", "solve_s": 0.1}
+    roomy = fxmem.pipeline(model, args, **options).plan
+    tight = fxmem.pipeline(model, args, 0.8, **options).plan
     assert tight.budget_bytes is not None
     assert max(tight.peak_bytes) <= tight.budget_bytes < max(roomy.peak_bytes)
     assert tight.step_s > roomy.step_s
