@@ -174,6 +174,11 @@ def judge(
     result = simulate(program, actions, machine)
     if budget_bytes is not None and result.peak_bytes > budget_bytes:
         raise VerifyError(f"planner {planner} promised {budget_bytes} bytes, its schedule peaks at {result.peak_bytes}")
+    for tier, nbytes in result.tier_peak_bytes.items():
+        if nbytes > machine.capacity_bytes.get(tier, nbytes):
+            raise VerifyError(
+                f"the schedule of planner {planner} takes {nbytes} bytes of the {tier} tier, more than it has"
+            )
     baseline = simulate(program, baseline_actions(reduce_program(program)))
     return Plan(
         program=program,

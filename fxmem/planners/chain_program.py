@@ -30,7 +30,7 @@ from fxmem.planners.chains.simulate import Reload as ChainReload
 from fxmem.planners.chains.simulate import Wait as ChainWait
 from fxmem.planners.chains.simulate import simulate as simulate_chain
 from fxmem.planners.chains.tree import compute_actions, save_everything
-from fxmem.planners.offload_kernel import offloadable
+from fxmem.planners.offload_kernel import offloadable, within
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Planner, Solution, fastest_tier, register
 from fxmem.schedule import Action, Machine, simulate
@@ -288,7 +288,8 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
 
     def plan(problem: Problem, budget_bytes: int, options: Options) -> Solution:
         tier = _tier(options) if moves else "host"
-        search = _Search(problem, budget_bytes, options.machine, tier, offloadable(problem, options.pinned))
+        may_move = within(problem, offloadable(problem, options.pinned), options.machine.capacity_bytes.get(tier))
+        search = _Search(problem, budget_bytes, options.machine, tier, may_move)
         for make, counts in tries:
             for blocks in cuttings(problem, counts):
                 if search.best is not None and search.best[0] <= problem.baseline_s * (1 + 1e-9):

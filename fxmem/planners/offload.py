@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
 from fxmem.planners.bound import free_lunch_s
@@ -18,12 +20,12 @@ from fxmem.planners.evict import evicted_states
 from fxmem.planners.kernel import State
 from fxmem.planners.mincut import CutFamily
 from fxmem.planners.offload_bound import OffloadBound
-from fxmem.planners.offload_kernel import JointKernel, JointScore, offloadable
+from fxmem.planners.offload_kernel import JointKernel, JointScore, offloadable, within
 from fxmem.planners.offload_states import JointCutFamily, first_states, three_way_states
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution, fastest_tier
 from fxmem.schedule import simulate
-from fxmem.schedule.actions import Tier
+from fxmem.schedule.actions import Offload, Tier
 
 _CLOSED = 1e-6  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
@@ -108,13 +110,32 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
 
 
 def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Least extra time found under the budget in `solve_s` on the fastest tier.
+    """Least extra time found under the budget in `solve_s` on the fastest tier, which holds no more than it can.
 
     Raises BudgetInfeasible with the smallest peak found, OptionError when the machine has none of the tiers.
     """
     tier = fastest_tier(options)
     if tier is None:
         raise OptionError(f"the machine has no {' or '.join(options.tiers)} tier")
+    found = _plan_on(tier, problem, budget_bytes, options)
+    capacity_bytes = options.machine.capacity_bytes.get(tier)
+    if capacity_bytes is None or _held_bytes(problem, found, options, tier) <= capacity_bytes:
+        return found
+    can = offloadable(problem, options.pinned)
+    wanted = {action.storage for action in found.actions if isinstance(action, Offload)}
+    fitting = within(problem, can, capacity_bytes, wanted)
+    pinned = options.pinned | set(np.flatnonzero(fitting == 0).tolist())
+    return replace(
+        _plan_on(tier, problem, budget_bytes, replace(options, pinned=pinned)), lower_bound_s=found.lower_bound_s
+    )
+
+
+def _held_bytes(problem: Problem, found: Solution, options: Options, tier: Tier) -> int:
+    return simulate(problem.program, found.actions, options.machine).tier_peak_bytes.get(tier, 0)
+
+
+def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options) -> Solution:
+    """`plan_with_offload` on a tier without an end."""
     limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
     run = _Run(problem, budget_bytes, options, tier, limit_s)
     run.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,6 +58,21 @@ def offloadable(problem: Problem, pinned: frozenset[int] = frozenset()) -> npt.N
     total = int(problem.nbytes[good].sum())
     good &= problem.nbytes >= max(1, min(MIN_BYTES, total // _SMALL_SHARE))
     return good.astype(np.uint8)
+
+
+def within(
+    problem: Problem, can: npt.NDArray[np.uint8], capacity_bytes: int | None, first: Collection[int] = ()
+) -> npt.NDArray[np.uint8]:
+    """`can` cut down to storages that fit on a tier all at once: those of `first`, then the others, largest first."""
+    if capacity_bytes is None:
+        return can
+    left, chosen = capacity_bytes, np.zeros_like(can)
+    wanted = set(first)
+    for storage in sorted(np.flatnonzero(can).tolist(), key=lambda s: (s not in wanted, -int(problem.nbytes[s]), s)):
+        if problem.nbytes[storage] <= left:
+            chosen[storage] = 1
+            left -= int(problem.nbytes[storage])
+    return chosen
 
 
 @cache

@@ -32,9 +32,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device's links, by tier. Without a tier's link, offloading to it is invalid."""
+    """The device's links, by tier. Without a tier's link, offloading to it is invalid.
+
+    `capacity_bytes`: what a tier may hold at once; without an entry there is no limit.
+    """
 
     links: Mapping[Tier, Link] = field(default_factory=dict)
+    capacity_bytes: Mapping[Tier, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

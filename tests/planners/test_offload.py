@@ -9,17 +9,19 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from bench.offload import run
-from fxmem.errors import BudgetInfeasible, OptionError
+from bench.offload import margins, run
+from fxmem.errors import BudgetInfeasible, OptionError, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options
 from fxmem.planners.bound import free_lunch_s
+from fxmem.planners.chain_starts import state_of
 from fxmem.planners.kernel import State
 from fxmem.planners.offload import JointPool
 from fxmem.planners.offload_bound import OffloadBound
 from fxmem.planners.offload_kernel import KEEP, OFFLOAD, JointKernel, offloadable
 from fxmem.planners.problem import Problem, reduce_program
-from fxmem.planning import make_plan
+from fxmem.planners.registry import Solution, get_planner
+from fxmem.planning import judge, make_plan
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link
@@ -142,16 +144,82 @@ def test_a_tier_never_costs_time(program: Program, share: float, pace: float) ->
     assert make_plan(program, budget, "auto", host(pace)).extra_s <= without.extra_s + 1e-6
 
 
+OTHERS = ("offload-all", "offload-greedy", "offload-dp", "revolve", "disk-revolve", "rotor", "pofo")
+
+
 @pytest.mark.parametrize("pace", [MIB / 2, 2 * MIB, 8 * MIB])
-def test_no_offload_planner_does_better(pace: float) -> None:
-    program = blocks(6)
-    options = host(pace)
+def test_no_other_planner_does_better(pace: float) -> None:
+    program, options = blocks(6), replace(host(pace), solve_s=1.0)
     best = make_plan(program, 0.6, "auto", options).extra_s
-    for planner in ("offload-all", "offload-greedy", "offload-dp", "disk-revolve"):
+    for planner in OTHERS:
         try:
             assert best <= make_plan(program, 0.6, planner, options).extra_s + 1e-6
         except BudgetInfeasible:
             continue
+
+
+@settings(max_examples=15, phases=NO_SHRINK)
+@given(programs(), st.floats(0.5, 0.95), st.sampled_from([1.0, 10.0]))
+def test_what_chain_planners_find_is_a_state(program: Program, share: float, pace: float) -> None:
+    """Replayed as decisions it is no slower, where it fits; with recomputation alone it is the same schedule."""
+    problem, options = reduce_program(program), host(pace)
+    kernel, budget = joint(problem, options), max(1, int(share * unplanned_bytes(problem)))
+    for planner in ("rotor", "revolve", "offload-all"):
+        try:
+            actions = get_planner(planner)(problem, budget, options).actions
+        except BudgetInfeasible:
+            continue
+        kernel.load(state_of(problem, actions))
+        score, found = kernel.evaluate(budget), simulate(program, actions, options.machine)
+        if score.peak_bytes <= budget:
+            assert problem.baseline_s + score.extra_s <= found.seconds + 1e-9
+
+
+def test_another_planners_plan_is_taken_where_the_search_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, options = unrecomputable(), replace(host(4 * MIB), solve_s=0.05)
+    good = make_plan(program, 0.6, "auto", replace(options, solve_s=1.0))
+    monkeypatch.setattr(JointPool, "improve", lambda *_, **__: None)
+    monkeypatch.setattr("fxmem.planners.offload.chain_solutions", lambda *_: iter([Solution(good.actions)]))
+    assert make_plan(program, 0.6, "auto", options).extra_s <= good.extra_s
+    monkeypatch.setattr("fxmem.planners.offload.chain_solutions", lambda *_: iter([]))
+    with pytest.raises(BudgetInfeasible):
+        make_plan(program, 0.6, "auto", options)
+
+
+@pytest.mark.parametrize("planner", ["auto", "offload-all", "offload-dp"])
+def test_a_tier_holds_no_more_than_it_can(planner: str) -> None:
+    program, options = blocks(6), host(64 * MIB)
+    free = make_plan(program, 0.8, planner, options)
+    capacity = free.simulation.tier_peak_bytes["host"] // 2
+    small = replace(options, machine=replace(options.machine, capacity_bytes={"host": capacity}))
+    plan = make_plan(program, 0.9, planner, small)
+    assert 0 < plan.simulation.tier_peak_bytes["host"] <= capacity
+    with pytest.raises(VerifyError, match="host tier"):
+        judge(program, free.actions, planner, None, small.machine)
+
+
+def test_what_a_full_tier_can_not_take_needs_a_larger_budget() -> None:
+    program, options = unrecomputable(), host(64 * MIB)
+    least = make_plan(program, "min", "auto", options)
+    small = replace(options, machine=replace(options.machine, capacity_bytes={"host": 2 * MIB}))
+    with pytest.raises(BudgetInfeasible) as caught:
+        make_plan(program, least.peak_bytes, "auto", small)
+    plan = make_plan(program, caught.value.min_bytes, "auto", small)
+    assert plan.simulation.tier_peak_bytes["host"] <= 2 * MIB
+
+
+def test_margins_name_the_best_other_planner() -> None:
+    rows = [
+        {"instance": "a", "budget_fraction": 0.5, "rho": 1.0, "planner": name, "feasible": extra is not None}
+        | {"extra_pct": extra, "bound_pct": 0.0, "solve_s": 1.0}
+        for name, extra in (("auto", 2.0), ("rotor", 5.0), ("pofo", 1.5), ("revolve", None))
+    ]
+    (cell,) = margins(rows)
+    assert (cell["best_other"], cell["margin_pct"]) == ("pofo", -0.5)
+    (cell,) = margins([rows[0], rows[3]])
+    assert cell["margin_pct"] is None
+    (cell,) = margins([rows[0] | {"feasible": False}, rows[1]])
+    assert cell["margin_pct"] == -math.inf
 
 
 def test_a_fast_link_makes_a_tight_budget_free() -> None:
