@@ -84,6 +84,7 @@ def machine(
     tiers: Iterable[Tier], offload_dir: str | Path | None = None, spec: str | Path | DeviceSpec | None = None
 ) -> Machine:
     """Links of `tiers` for the simulator: of `spec` if named, else measured here; planned bandwidth, not nominal.
+    A tier may take all of the disk that is free here, and half of the free host memory.
 
     Raises OptionError for an unknown spec, OSError if offload_dir is unusable.
     """
@@ -94,7 +95,11 @@ def machine(
         "host": lambda: host_link(device),
         "disk": lambda: disk_link(_offload_dir(offload_dir))[0],
     }
-    return Machine({tier: planning_link(measure[tier]()) for tier in tiers})
+    room: dict[Tier, Callable[[], int]] = {
+        "host": lambda: free_bytes("cpu") // 2,
+        "disk": lambda: shutil.disk_usage(_offload_dir(offload_dir)).free,
+    }
+    return Machine({tier: planning_link(measure[tier]()) for tier in tiers}, {tier: room[tier]() for tier in tiers})
 
 
 def host_link(device: str, *, refresh: bool = False) -> Link:
