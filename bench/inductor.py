@@ -32,7 +32,10 @@ def row(name: str, size: zoo.Size, fraction: float, batches: int) -> Row:
     budget_bytes = int(fraction * inductor_bytes)
     started = time.perf_counter()
     step = fxmem.compile(module, budget=budget_bytes, inner="inductor")
-    found = gradients(module, step, args)
+    found, retries = gradients(module, step, args), -1
+    while step.num_retries > retries:  # a step over the budget is planned again, and the next one verified
+        retries = step.num_retries
+        found = gradients(module, step, args)
     compile_s = time.perf_counter() - started
     measured_bytes = fxmem.measure(lambda: step(*args).backward()).peak_bytes
     module.zero_grad()
@@ -44,7 +47,7 @@ def row(name: str, size: zoo.Size, fraction: float, batches: int) -> Row:
         "measured_bytes": measured_bytes,
         "under_budget": measured_bytes <= budget_bytes,
         "inductor_error": relative_error(found, expected),
-        "retries": step.num_retries,
+        "retries": retries,
         "compile_s": compile_s,
     }
 
