@@ -70,7 +70,7 @@ class Pipeline:
         self.num_microbatches, self.loss_weight = len(parts), loss_weight
         self.schedule_name = ""
         self.plan_stage: PlanStage | None = None
-        self._model: nn.Module | None = model
+        self._values = _tensors_of(model)  # until stages are made, then only what no state dict holds
         self._skeleton = skeleton_of(model)
         self._names = Names(self._skeleton)
         self._loss_fn, self._first = loss_fn, parts[0]
@@ -162,8 +162,9 @@ class Pipeline:
         """The stages of `rank` with their parameters and buffers on `device`, and no others.
 
         Values come from `state_dict`, or else from the model the pipeline was built from, or else from `init`. The
-        pipeline lets go of the model. One stage, or a list where the schedule gives a rank several. Raises OptionError
-        for a rank without stages or a value that nothing gives.
+        pipeline lets go of the model, but for non-persistent buffers, which no state dict holds. One stage, or a list
+        where the schedule gives a rank several. Raises OptionError for a rank without stages or a value that nothing
+        gives.
         """
         mine = [graph for graph in self.stage_graphs if self.rank_of[graph.index] == rank]
         if not mine:
@@ -171,11 +172,9 @@ class Pipeline:
         self._move(torch.device(device))
         parameters = Parameters(self._names, self._device, self.shared)
         wanted = {g.index: list(dict.fromkeys(self.canonical(g, n) for n in g.statics)) for g in mine}
-        values = dict(state_dict or {})
-        if self._model is not None:
-            values = _tensors_of(self._model) | values
+        values = self._values | dict(state_dict or {})
         parameters.load([n for names in wanted.values() for n in names], values, init)
-        self._model = None
+        self._values = {n: t for n, t in self._values.items() if n in self._names.transient}
         stages = [
             Stage(g.index, self.num_stages, module, parameters, self.canonical, self.code, group)
             for g, module in zip(mine, [parameters.module(wanted[g.index]) for g in mine], strict=True)
