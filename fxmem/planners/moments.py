@@ -29,6 +29,7 @@ from scipy.sparse import coo_matrix
 from fxmem.planners.kernel import State
 from fxmem.planners.problem import Problem
 
+_STEP = 1e4  # a step in the solver's objective: its tolerances are absolute, and a step may take microseconds
 _TIE_S_PER_BYTE = 1e-11  # relative to the step's seconds: of equal plans prefer the one that holds fewer bytes
 
 
@@ -134,8 +135,9 @@ class MomentModel:
         if tie:
             cost[: build.num_keep] += _TIE_S_PER_BYTE * self.problem.baseline_s * build.keep_bytes
         entries = (np.array(rows.data), (np.array(rows.rows), np.array(rows.cols)))
+        scale = _STEP / max(self.problem.baseline_s, 1e-30)
         result: Any = milp(
-            cost,
+            cost * scale,
             integrality=int(integral) * (np.arange(len(cost)) < build.num_integral),
             bounds=Bounds(np.zeros(len(cost)), build.upper),
             constraints=LinearConstraint(
@@ -146,7 +148,7 @@ class MomentModel:
         if result.status == 2:
             return Answer(cutoff_s, None, True)
         dual = result.mip_dual_bound if integral else result.fun
-        bound = -np.inf if dual is None or not np.isfinite(dual) else float(dual) + build.offset
+        bound = -np.inf if dual is None or not np.isfinite(dual) else float(dual) / scale + build.offset
         if tie:  # what the tie-break can have added at most
             bound -= _TIE_S_PER_BYTE * self.problem.baseline_s * float(build.keep_bytes.sum())
         state = build.state(result.x) if result.x is not None else None

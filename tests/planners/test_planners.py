@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+import fxmem
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.planners import Options, get_planner
@@ -19,6 +22,7 @@ from fxmem.planners.mincut import CutFamily
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planning import Plan, make_plan
 from fxmem.schedule import simulate
+from fxmem.testing import zoo
 from fxmem.testing.programs import Shape, programs
 from tests.planners.brute import least_extra_s
 from tests.planners.models import blocks, products
@@ -235,3 +239,12 @@ def _with_dropout() -> Program:
     for target, read, out in reversed(made):
         grad = b.add(f"{target}_backward", [grad, out if target == "dropout" else read], MIB, 1.0, "backward")
     return b.build("dropout", [x], [grad])
+
+
+def test_bound_of_a_step_that_takes_microseconds() -> None:
+    """The solver's tolerances are absolute: in seconds, they were as large as the extra time of a tiny step."""
+    program = fxmem.plan(*zoo.build("bert", "tiny"), budget=None).program
+    draw = random.Random(1)
+    timed = tuple(replace(op, seconds=draw.uniform(2e-6, 3e-5) if op.seconds else 0.0) for op in program.ops)
+    plan = make_plan(replace(program, ops=timed), 0.92)
+    assert 0 < plan.lower_bound_s <= plan.extra_s
