@@ -27,6 +27,11 @@ def format_bytes(nbytes: float) -> str:
     return f"{value:.2f} TiB"
 
 
+def align_up(nbytes: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that holds `nbytes`."""
+    return -(-nbytes // alignment) * alignment
+
+
 def parse_bytes(text: str) -> int:
     """'6GiB' -> 6 * 2**30, '500MB' -> 500_000_000. Raises OptionError for anything else."""
     from fxmem.errors import OptionError

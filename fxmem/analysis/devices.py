@@ -13,6 +13,7 @@ import sympy
 from fxmem.errors import OptionError
 from fxmem.schedule.actions import TIERS, Tier
 from fxmem.schedule.simulate import Link, Machine
+from fxmem.units import align_up
 
 PLANNING_FACTOR = 0.85
 """Plans fill a link exactly: made for less than its nominal bandwidth, they survive a slower moment."""
@@ -85,7 +86,7 @@ def _from_json(data: Mapping[str, Any]) -> DeviceSpec:
 def round_up(size: int | sympy.Expr, multiple: int) -> int | sympy.Expr:
     """The smallest multiple that holds `size` bytes; stays polynomial when every coefficient is a multiple already."""
     if isinstance(size, int):
-        return -(-size // multiple) * multiple
+        return align_up(size, multiple)
     terms = sympy.expand(size).as_coefficients_dict()
     if multiple == 1 or all(c.is_Integer and c % multiple == 0 and m.is_integer for m, c in terms.items()):
         return size

@@ -19,6 +19,7 @@ import torch
 from fxmem import compat
 from fxmem.analysis import cache
 from fxmem.analysis.calls import Call, TensorSpec
+from fxmem.units import align_up
 
 _MEMORY_SHARE = 4  # an op may use at most this part of the free memory for its arguments and outputs: 1 / 4
 _BLOCK = 1 << 16  # elements of the random pattern that fills arguments
@@ -200,7 +201,7 @@ def _storage_bytes(call: Call, outputs: Any, arguments: Mapping[int, torch.Tenso
 
 def _allocated_bytes(tensor: torch.Tensor) -> int:
     nbytes = int(compat.storage_nbytes(tensor))
-    return -(-nbytes // 512) * 512 if tensor.is_cuda else nbytes
+    return align_up(nbytes, 512) if tensor.is_cuda else nbytes
 
 
 def _time(run: Callable[[], Any], seconds_of: Callable[[Callable[[], Any], int], float]) -> float:

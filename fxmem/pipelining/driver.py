@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,23 +200,19 @@ class Driver:
         return (device_spec(spec).device if spec is not None else self._device.type).startswith("cpu")
 
     def _static_bytes(self, placeholder: str) -> float:
-        node = self._statics.get(placeholder)
-        if node is None:
-            return 0.0
-        trained = node.name in self._trained
-        nbytes = float(node.meta["val"].nbytes)
-        return nbytes * (2 + self._beside.optimizer_share if trained else 1)
+        return self._static_sizes.get(placeholder, 0.0)
 
-    @property
-    def _statics(self) -> dict[str, Any]:
-        if not hasattr(self, "_static_nodes"):
-            joint = self.runtime.joint
-            wanted = set(joint.static_inputs)
-            self._static_nodes = {n.name: n for n in joint.nodes if n.name in wanted}
-            inputs = [n.name for n in joint.nodes[: joint.num_forward_nodes] if n.op == "placeholder"]
-            gradients = joint.outputs[joint.num_forward_outputs :]
-            self._trained = {name for name, g in zip(inputs, gradients, strict=False) if g is not None}
-        return self._static_nodes
+    @cached_property
+    def _static_sizes(self) -> dict[str, float]:
+        """Parameters and buffers by placeholder: bytes, with gradient and optimizer state if trained."""
+        joint = self.runtime.joint
+        inputs = [n for n in joint.nodes[: joint.num_forward_nodes] if n.op == "placeholder"]
+        gradients = joint.outputs[joint.num_forward_outputs :]
+        trained = {n.name for n, gradient in zip(inputs, gradients, strict=False) if gradient is not None}
+        times = 2 + self._beside.optimizer_share
+        wanted = set(joint.static_inputs)
+        sizes = {n.name: float(n.meta["val"].nbytes) for n in inputs if n.name in wanted}
+        return {name: nbytes * (times if name in trained else 1) for name, nbytes in sizes.items()}
 
     def _search(self) -> tuple[int | None, Realised, float]:
         """(budget in bytes, stages that fit it, lower bound on the step)."""

@@ -22,6 +22,7 @@ from fxmem.planners import Options
 from fxmem.runtime.pipeline import Pipeline
 from fxmem.runtime.pipeline_code import StageCode, stage_program
 from fxmem.runtime.pipeline_memory import RankBytes, RankPlay, StageBytes
+from fxmem.units import align_up
 
 NUM_ROUNDS = 8
 
@@ -40,13 +41,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Realised:
-    """Stages that run. `peak_bytes`, `fixed_bytes`: per rank; `in_flight`: per stage."""
+    """Stages that run. `peak_bytes`: per rank; `in_flight`: per stage."""
 
     positions: tuple[int, ...]
     schedule: Schedule
     stages: tuple[StageActions, ...]
     peak_bytes: tuple[int, ...]
-    fixed_bytes: tuple[int, ...]
     in_flight: tuple[int, ...]
     simulation: Simulation
 
@@ -111,7 +111,7 @@ class Realiser:
             if len(made) == len(real):
                 sizes.update(zip(made, (nbytes[s] for s in real), strict=True))
         storages = tuple(
-            replace(s, nbytes=sizes.get(s.id, -(-int(s.nbytes) // self.beside.rounding) * self.beside.rounding))
+            replace(s, nbytes=sizes.get(s.id, align_up(int(s.nbytes), self.beside.rounding)))
             for s in program.storages
         )
         seconds = [self._costs[op.name].seconds for op in program.ops]
@@ -149,13 +149,12 @@ class _Cut:
 
     def _beside(self, rank: int) -> RankBytes:
         pipeline, known = self.of.pipeline, self.of.beside
-        sizes = {n: -(-t.nbytes // known.rounding) * known.rounding for n, t in pipeline.tensors.items()}
+        sizes = {n: align_up(t.nbytes, known.rounding) for n, t in pipeline.tensors.items()}
         held, trained = pipeline.held(rank), pipeline.trained
-        own = sum(sizes[n] for n in held if n in trained)
-        fixed = sum(sizes[n] for n in held) + math.ceil(known.optimizer_share * own) + known.batch_bytes
-        if known.has_gradients:
-            fixed += own
-        with_gradient = frozenset(n for n in held if n in trained) if known.has_gradients else frozenset()
+        mine = frozenset(held) & trained
+        with_gradient = mine if known.has_gradients else frozenset()
+        optimizer_bytes = math.ceil(known.optimizer_share * sum(sizes[n] for n in mine))
+        fixed = sum(sizes[n] for n in (*held, *with_gradient)) + optimizer_bytes + known.batch_bytes
         return RankBytes(fixed, sizes, with_gradient, pipeline.shared)
 
     def standing(self, rank: int) -> int:
@@ -227,7 +226,7 @@ class _Cut:
         costs = [self._cost(graph, actions) for graph, actions in zip(graphs, stages, strict=True)]
         return Realised(
             self.positions, self.schedule, tuple(stages), tuple(peaks),
-            tuple(b.fixed_bytes for b in self.beside), self.in_flight, simulate(self.schedule, costs, of.cluster),
+            self.in_flight, simulate(self.schedule, costs, of.cluster),
         )  # fmt: skip
 
     def _cost(self, graph: StageGraph, actions: StageActions) -> StageCost:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fxmem.errors import OffloadError
-from fxmem.runtime.layout import ALIGNMENT_BYTES, FreeList, align_up
-from fxmem.units import format_bytes
+from fxmem.runtime.layout import ALIGNMENT_BYTES, FreeList
+from fxmem.units import align_up, format_bytes
 
 PREFIX = "fxmem-offload-"
 CHUNK_BYTES = 8 << 20

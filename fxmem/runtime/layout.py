@@ -8,13 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from fxmem.ir.program import Program
 from fxmem.schedule.actions import Action, Free, Offload, Reload, Tier, Wait
+from fxmem.units import align_up
 
 ALIGNMENT_BYTES: dict[Tier, int] = {"host": 64, "disk": 4096}
 """Host: a cache line. Disk: the block size that unbuffered file access needs."""
-
-
-def align_up(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
 
 
 class FreeList:

@@ -23,6 +23,7 @@ from fxmem.runtime.pipeline_code import StageCode
 from fxmem.runtime.pipeline_params import can_keep
 from fxmem.runtime.pipeline_sink import deliver, storage_keys
 from fxmem.runtime.pipeline_transfers import Arrivals, Message, Row
+from fxmem.units import align_up
 
 Held: TypeAlias = tuple[int, int, int]
 """(stage, microbatch, storage)."""
@@ -160,7 +161,7 @@ class StageBytes:
                 self._key(leaf)
 
     def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._rounding) * self._rounding
+        return align_up(nbytes, self._rounding)
 
 
 def _is_dense(value: torch.Tensor) -> bool:
