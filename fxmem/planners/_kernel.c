@@ -77,7 +77,7 @@ Ctx *fx_new(int N, int nf, int S, const int *rp, const int *ri, const int *wp, c
     c->E = malloc(sizeof(int) * (size_t)c->cap_steps); c->seg = malloc(sizeof(int) * (size_t)c->cap_steps);
     c->mem = malloc(sizeof(int64_t) * (size_t)c->cap_steps); c->fwmem = malloc(sizeof(int64_t) * (n + 1));
     c->head = malloc(sizeof(int) * (n + 1));
-    c->cap_drops = 4 * (S + N) + 64;
+    c->cap_drops = 4 * (S + N) + 64 + c->cap_steps;
     c->aptr = malloc(sizeof(int) * (n + 2)); c->aval = malloc(sizeof(int) * ((size_t)c->cap_steps + s));
     c->next = malloc(sizeof(int) * (size_t)c->cap_drops); c->val = malloc(sizeof(int) * (size_t)c->cap_drops);
     c->cls = malloc(sizeof(int) * (s + 1));
@@ -132,11 +132,21 @@ void fx_load(Ctx *c, const uint8_t *saved, int n, const int *b, const int *s) {
     for (int i = 0; i < n; i++) if (c->cand[s[i]]) add_drop(c, b[i], s[i]);
 }
 
+static void put(int *n, int cap, int *b, int *s, int kernel, int storage) {
+    if (*n < cap) { b[*n] = kernel; s[*n] = storage; }
+    ++*n;
+}
+
+/* The number of drops, of which `cap` are written. Every forgotten value counts as one, also those that a settled state
+ * has listed apart: loading must give the same order. */
 int fx_store(const Ctx *c, uint8_t *saved, int cap, int *b, int *s) {
     int n = 0;
     memcpy(saved, c->saved, (size_t)c->S);
-    for (int k = c->nf; k < c->N; k++)
-        for (int i = c->head[k]; i >= 0 && n < cap; i = c->next[i]) { b[n] = k; s[n++] = c->val[i]; }
+    for (int k = c->nf; k < c->N; k++) {
+        for (int i = c->head[k]; i >= 0; i = c->next[i]) put(&n, cap, b, s, k, c->val[i]);
+        for (int i = c->aptr[k]; i < c->aptr[k + 1]; i++)
+            if (c->saved[c->aval[i]] == DROP && !fx_has_drop(c, k, c->aval[i])) put(&n, cap, b, s, k, c->aval[i]);
+    }
     return n;
 }
 

@@ -217,10 +217,10 @@ class Kernel:
     def store(self) -> State:
         """The current state."""
         saved = np.empty(self.problem.num_storages, dtype=np.uint8)
-        room = 4 * self.problem.num_storages + 64
+        room = self.lib.fx_store(self.ctx, saved.ctypes.data, 0, None, None)
         b, s = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
-        n = self.lib.fx_store(self.ctx, saved.ctypes.data, room, b.ctypes.data, s.ctypes.data)
-        return State(saved, tuple(sorted(zip(b[:n].tolist(), s[:n].tolist(), strict=True))))
+        self.lib.fx_store(self.ctx, saved.ctypes.data, room, b.ctypes.data, s.ctypes.data)
+        return State(saved, tuple(sorted(zip(b.tolist(), s.tolist(), strict=True))))
 
     def all_saved(self) -> State:
         return State(np.ones(self.problem.num_storages, dtype=np.uint8))
