@@ -26,6 +26,7 @@ from fxmem.pipelining.partition.base import Problem
 from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.registry import PLANNERS, plan_pipeline
 from fxmem.pipelining.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
+from fxmem.stdout import clean_stdout
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -207,4 +208,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with clean_stdout():
+        main()

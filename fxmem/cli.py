@@ -18,13 +18,18 @@ from rich.table import Table
 import fxmem
 from fxmem.errors import FxmemError, OptionError
 from fxmem.pipelining.command import pipeline
+from fxmem.stdout import clean_stdout
 from fxmem.units import Budget, format_bytes
 
 _BUDGET_HELP = 'bytes, "6GiB", a fraction like 0.6 of the unplanned peak, or "min"'
 
 
 class _Group(click.Group):
-    """Shows fxmem's own errors as messages, not as tracebacks."""
+    """Shows fxmem's own errors as messages, not as tracebacks; nothing else prints to standard output."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with clean_stdout():
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
