@@ -211,6 +211,26 @@ def test_periodic_schedules_reach_their_period_and_run() -> None:
         assert extra <= 8 * periodic.period_s * 1.01
 
 
+@pytest.mark.parametrize("unit_s", [1e-8, 1e-6, 1.0])
+def test_periodic_schedules_do_not_depend_on_the_unit_of_time(unit_s: float) -> None:
+    """The solver's tolerances are absolute, a step may take microseconds: the bytes decide the same period."""
+    rng = random.Random(2)
+    costs = _costs(rng, 3)
+    scaled = [c._replace(forward_s=c.forward_s * unit_s, backward_s=c.backward_s * unit_s) for c in costs]
+    for memory in (29.0, 40.0, 60.0):
+        expected, tiny = (
+            shortest_period(PeriodicProgram(some, range(3), Cluster(3, memory, Link(unit * 0.1, 8.0 / unit))))
+            for some, unit in ((costs, 1.0), (scaled, unit_s))
+        )
+        assert (expected is None) == (tiny is None)
+        if expected is not None and tiny is not None:
+            assert tiny.period_s == pytest.approx(expected.period_s * unit_s, rel=0.01)
+            assert [tiny.in_flight(s) for s in range(3)] == [expected.in_flight(s) for s in range(3)]
+            when = [t + tiny.period_s * h for t, h in zip(tiny.start_s, tiny.shift, strict=True)]
+            for operation, begin, after in zip(tiny.operations, when, when[1:], strict=False):
+                assert after >= begin + operation.seconds - 1e-3 * tiny.period_s
+
+
 def test_memflow_finds_plans_where_no_search_without_recompute_does() -> None:
     chain, found = amoebanet_like(12, batch=16), 0
     roomy = Cluster(4, 1e15, V100_LINK)

@@ -53,7 +53,8 @@ class Periodic:
         """Microbatches between the start of the stage's forward and the end of its backward, at most."""
         at = {(o.kind, o.stage): number for number, o in enumerate(self.operations)}
         forward, backward = at["F", stage], at["B", stage]
-        ended = self.start_s[backward] + self.operations[backward].seconds <= self.start_s[forward] + 1e-9
+        end_s = self.start_s[backward] + self.operations[backward].seconds
+        ended = end_s <= self.start_s[forward] + 1e-6 * self.period_s
         return self.shift[backward] - self.shift[forward] + (0 if ended else 1)
 
 
@@ -101,13 +102,14 @@ class PeriodicProgram:
         count = len(self.operations)
         rows: list[dict[int, float]] = []
         lower: list[float] = []
-        self._add_precedence(rows, lower, period_s)
-        self._add_exclusion(rows, lower, period_s)
+        parts = [operation.seconds / period_s for operation in self.operations]
+        self._add_precedence(rows, lower, parts)
+        self._add_exclusion(rows, lower, parts)
         if weigh_stage is None:
             self._add_memory(rows, lower)
         objective = self._objective(weigh_stage)
         num_orders, most = len(self.pairs), float(count + 1)
-        top = [period_s] * count + [most] * count + [1.0] * num_orders
+        top = [1.0] * count + [most] * count + [1.0] * num_orders
         top[0] = top[count] = 0.0
         matrix = _matrix(rows, 2 * count + num_orders)
         answer = milp(
@@ -120,7 +122,7 @@ class PeriodicProgram:
         if answer.x is None:
             return None
         shifts = tuple(round(value) for value in answer.x[count : 2 * count])
-        return Periodic(period_s, tuple(self.operations), tuple(answer.x[:count].tolist()), shifts)
+        return Periodic(period_s, tuple(self.operations), tuple((period_s * answer.x[:count]).tolist()), shifts)
 
     def _objective(self, weigh_stage: int | None) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         count = len(self.operations)
@@ -154,21 +156,22 @@ class PeriodicProgram:
         held[column], held[-1] = held.get(column, 0.0) - sign, held[-1] - constant
         return {column: value for column, value in held.items() if column >= 0 or value}
 
-    def _add_precedence(self, rows: list[dict[int, float]], lower: list[float], period_s: float) -> None:
+    def _add_precedence(self, rows: list[dict[int, float]], lower: list[float], parts: Sequence[float]) -> None:
+        """`parts`: every operation's seconds in periods. The solver's tolerances are absolute: to it a period is 1."""
         count = len(self.operations)
         for before in range(count - 1):
             after = before + 1
-            rows.append({after: 1.0, count + after: period_s, before: -1.0, count + before: -period_s})
-            lower.append(self.operations[before].seconds)
+            rows.append({after: 1.0, count + after: 1.0, before: -1.0, count + before: -1.0})
+            lower.append(parts[before])
 
-    def _add_exclusion(self, rows: list[dict[int, float]], lower: list[float], period_s: float) -> None:
+    def _add_exclusion(self, rows: list[dict[int, float]], lower: list[float], parts: Sequence[float]) -> None:
         """y = 1: a before b in the period, and b ends before a's next start; y = 0: the other way round."""
         for number, (a, b) in enumerate(self.pairs):
             order = 2 * len(self.operations) + number
-            rows.append({b: 1.0, a: -1.0, order: -period_s})
-            lower.append(self.operations[a].seconds - period_s)
-            rows.append({a: 1.0, b: -1.0, order: period_s})
-            lower.append(self.operations[b].seconds)
+            rows.append({b: 1.0, a: -1.0, order: -1.0})
+            lower.append(parts[a] - 1.0)
+            rows.append({a: 1.0, b: -1.0, order: 1.0})
+            lower.append(parts[b])
 
     def _add_memory(self, rows: list[dict[int, float]], lower: list[float]) -> None:
         for at_stage, device in enumerate(self.device_of):
