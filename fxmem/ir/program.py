@@ -95,11 +95,19 @@ class Program:
 
     def allocates(self, op: Op) -> tuple[int, ...]:
         """Storages that `op` creates (the others it lists are those of its arguments: it is a view of them)."""
-        return tuple(s for s in op.storages if self.producer[s] == op.index)
+        return self._allocates[op.index]
+
+    @cached_property
+    def _allocates(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(s for s in op.storages if self.producer[s] == op.index) for op in self.ops)
 
     def reads(self, op: Op) -> tuple[int, ...]:
         """Storages that must hold their values when `op` runs, in argument order, each once."""
-        return tuple(dict.fromkeys(s for arg in op.args for s in self.ops[arg].storages))
+        return self._reads[op.index]
+
+    @cached_property
+    def _reads(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(dict.fromkeys(s for arg in op.args for s in self.ops[arg].storages)) for op in self.ops)
 
     def is_folded(self, op: Op) -> bool:
         """Views, getitems and scalar ops: no bytes of their own, re-derived from their base wherever needed."""

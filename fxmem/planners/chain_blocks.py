@@ -16,6 +16,8 @@ import numpy.typing as npt
 from fxmem.planners.chains.model import BlockOption, Chain
 from fxmem.planners.problem import Problem
 
+Levels = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
 MOST_CARRIED = 2  # boundaries that a value may cross and still be part of each; beyond it is pinned
 LEAN_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the bytes of a block's saved set, left out by its further options
 
@@ -189,8 +191,9 @@ def _chain(
     wf_all = [max(0, _peak(problem, forward[i], saved[i], pinned) - abar[i]) for i in range(length)]
     g = [0] * (length + 1)
     wb = [0] * length
+    levels = backward_levels(problem)
     for i in reversed(range(length)):
-        g[i], peak = _backward_bytes(problem, backward[i])
+        g[i], peak = _backward_bytes(problem, backward[i], levels)
         wb[i] = peak - g[i] - g[i + 1]
     seconds = [float(problem.seconds[part.start : part.stop].sum()) for part in (*forward, *backward)]
     return Chain(
@@ -216,9 +219,8 @@ def _peak(problem: Problem, kernels: range, kept: frozenset[int], pinned: frozen
     return peak
 
 
-def _backward_bytes(problem: Problem, kernels: range) -> tuple[int, int]:
+def _backward_bytes(problem: Problem, kernels: range, level: Levels) -> tuple[int, int]:
     """Bytes made by backward that stand after the last of ``kernels``, and the most that stand during them."""
-    level = backward_levels(problem)
     if not len(kernels):
         before = kernels.start - problem.num_forward - 1
         standing = int(level[0][before]) if before >= 0 else 0
@@ -227,7 +229,7 @@ def _backward_bytes(problem: Problem, kernels: range) -> tuple[int, int]:
     return int(level[0][high - 1]), int(level[1][low:high].max())
 
 
-def backward_levels(problem: Problem) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def backward_levels(problem: Problem) -> Levels:
     """Bytes of backward's own values after and during each backward kernel."""
     count = problem.num_kernels - problem.num_forward
     change, last = np.zeros(count + 1, dtype=np.int64), np.arange(problem.num_storages) * 0 - 1

@@ -69,7 +69,7 @@ class _Emitter:
         work = [kernel]
         while work:
             at = work[-1]
-            missing = [int(s) for s in problem.reads(at) if int(s) not in self.have]
+            missing = [s for s in problem.operands[at] if s not in self.have]
             for storage in [s for s in missing if s in self.away]:
                 self.bring_back(storage)
                 missing.remove(storage)
@@ -77,10 +77,10 @@ class _Emitter:
                 work += [int(problem.producer[s]) for s in missing]
                 continue
             work.pop()
-            if at == kernel or any(int(s) not in self.have for s in problem.writes(at)):
+            if at == kernel or not self.have.issuperset(problem.results[at]):
                 self.actions.append((Recompute if at in self.ran else Compute)(int(problem.kernel_op[at])))
                 self.ran.add(at)
-                self.have.update(map(int, problem.writes(at)))
+                self.have.update(problem.results[at])
 
     def bring_back(self, storage: int) -> None:
         """Reload (if that has not begun) and wait for a storage that is away."""
@@ -110,13 +110,13 @@ class _Emitter:
         problem, chosen = self.blocks.problem, []
         need = {s for s in targets if s not in self.have}
         for kernel in reversed(self.blocks.forward[block]):
-            made = {int(s) for s in problem.writes(kernel)}
+            made = set(problem.results[kernel])
             once = kernel not in self.ran and (
                 bool(self.blocks.fixed[kernel]) or not made or not made.isdisjoint(self.blocks.pinned)
             )
             if once or not made.isdisjoint(need):
                 chosen.append(kernel)
-                need |= {int(s) for s in problem.reads(kernel)} - self.have
+                need |= set(problem.operands[kernel]) - self.have
         return chosen[::-1]
 
     def backward(self, action: Backward) -> None:
@@ -134,7 +134,7 @@ class _Emitter:
         held = set(self.blocks.pinned) | (set(self.blocks.boundary[self.floating]) if self.floating else set())
         for item in self.stored:
             held |= self.of(item)
-        self.have = {s for s in self.have if s in held or problem.producer[s] >= problem.num_forward}
+        self.have &= held | problem.made_in_backward
 
     def move(self, action: ChainOffload | ChainFree | ChainReload | ChainWait) -> None:
         item = action.item

@@ -64,6 +64,21 @@ class Problem:
     def writes(self, kernel: int) -> IntArray:
         return self.write_idx[self.write_ptr[kernel] : self.write_ptr[kernel + 1]]
 
+    @cached_property
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        """What each kernel reads, as plain integers (for loops in Python)."""
+        return tuple(tuple(self.reads(k).tolist()) for k in range(self.num_kernels))
+
+    @cached_property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """What each kernel creates, as plain integers."""
+        return tuple(tuple(self.writes(k).tolist()) for k in range(self.num_kernels))
+
+    @cached_property
+    def made_in_backward(self) -> frozenset[int]:
+        """Storages that backward kernels create."""
+        return frozenset(s for k in range(self.num_forward, self.num_kernels) for s in self.results[k])
+
     def actions(self, order: Iterable[int], num_forward_steps: int) -> tuple[Action, ...]:
         """Kernel order -> actions: the first run of a kernel is Compute, later ones Recompute; StartBackward after
         `num_forward_steps` kernels."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxmem.errors import FxmemError
 
@@ -35,7 +36,7 @@ class BlockOption:
     wb: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
     """A chain of ``L`` blocks.
 
@@ -95,8 +96,12 @@ class Chain:
 
     def options(self, block: int) -> tuple[BlockOption, ...]:
         """Every saved set of a block; the first is the plain one."""
-        i = block
-        return (BlockOption(self.u[i], self.v[i], self.abar[i], self.wf[i], self.wb[i]), *self.more[i])
+        return self._options[block]
+
+    @cached_property
+    def _options(self) -> tuple[tuple[BlockOption, ...], ...]:
+        plain = map(BlockOption, self.u, self.v, self.abar, self.wf, self.wb)
+        return tuple((first, *rest) for first, rest in zip(plain, self.more, strict=True))
 
     def sub_budget(self, budget: int) -> int:
         """What a budget leaves for the values that come and go."""

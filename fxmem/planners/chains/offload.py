@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 from fxmem.planners.chains.fluid import START, Label, extend, history, save_stretch, undominated
 from fxmem.planners.chains.model import Chain
 from fxmem.planners.chains.place import place
-from fxmem.planners.chains.simulate import Action, Item, simulate
+from fxmem.planners.chains.simulate import Action, ChainRun, ComputeAction, Item, played, simulate
 from fxmem.planners.chains.tree import compute_actions, save_everything
 
 LABELS = {16: (24, 192), 1 << 30: (6, 96)}  # up to so many blocks: labels per (moved, held), such keys per block
@@ -75,9 +76,15 @@ def dp_selections(chain: Chain, budget: int) -> list[frozenset[Item]]:
     return list(dict.fromkeys(chosen))[:NUM_TRIED]
 
 
+@lru_cache(maxsize=8)
+def _saving(chain: Chain) -> tuple[list[ComputeAction], ChainRun]:
+    return played(chain, compute_actions(save_everything(chain)))
+
+
 def evaluate(chain: Chain, budget: int, selection: Collection[Item]) -> tuple[float, list[Action] | None]:
     """Exact seconds and program of one selection; infinite and None if it does not fit."""
-    actions = place(chain, compute_actions(save_everything(chain)), selection, budget)
+    compute, plain = _saving(chain)
+    actions = place(chain, compute, selection, budget, plain)
     return (math.inf, None) if actions is None else (simulate(chain, actions).time_s, actions)
 
 

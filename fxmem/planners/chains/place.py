@@ -15,6 +15,7 @@ from fxmem.planners.chains.model import Chain
 from fxmem.planners.chains.simulate import (
     Action,
     Backward,
+    ChainRun,
     ComputeAction,
     Free,
     Item,
@@ -105,10 +106,17 @@ def _program(compute: Sequence[ComputeAction], trips: list[_Trip]) -> list[Actio
 
 
 def place(
-    chain: Chain, compute: Sequence[ComputeAction], offload: Collection[Item], budget: int
+    chain: Chain,
+    compute: Sequence[ComputeAction],
+    offload: Collection[Item],
+    budget: int,
+    plain: ChainRun | None = None,
 ) -> list[Action] | None:
-    """The program that runs ``compute`` under ``budget`` bytes moving only values of ``offload``; None if none does."""
-    plain = simulate(chain, compute)
+    """The program that runs ``compute`` under ``budget`` bytes moving only values of ``offload``; None if none does.
+
+    ``plain``: the simulator's run of ``compute``, where it is known (see ``played``).
+    """
+    plain = simulate(chain, compute) if plain is None else plain
     during = list(plain.during)
     trips = _trips(_durations(chain, compute), plain.uses, plain.sizes, offload)
     if not _give_up(during, trips, budget):

@@ -11,7 +11,7 @@ from fxmem.planners.chains.place import place
 from fxmem.planners.chains.pofo import pofo
 from fxmem.planners.chains.revolve import disk_revolve_tree, fitting_revolve, mean, opt_table
 from fxmem.planners.chains.rotor import rotor_tree
-from fxmem.planners.chains.simulate import Action, ChainRun, Item, simulate
+from fxmem.planners.chains.simulate import Action, ChainRun, Item, played, simulate
 from fxmem.planners.chains.tree import Checkpoint, Save, Tree, compute_actions, save_everything
 
 
@@ -79,7 +79,8 @@ def disk_revolve(chain: Chain, budget: int) -> list[Action] | None:
     for slots in range(1, chain.num_blocks + 1):
         two = disk_revolve_tree(memory[: slots + 1], u, v, copy_s, copy_s)
         items = {Item("a", boundary) for boundary in two.on_disk}
-        actions = place(chain, compute_actions(two.tree), items, budget)
+        compute, plain = played(chain, compute_actions(two.tree))
+        actions = place(chain, compute, items, budget, plain)
         if actions is not None and (best is None or simulate(chain, actions).time_s < best[0]):
             best = (simulate(chain, actions).time_s, actions)
     return None if best is None else best[1]

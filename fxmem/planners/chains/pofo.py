@@ -23,7 +23,7 @@ from fxmem.planners.chains.model import Chain
 from fxmem.planners.chains.offload import offload_dp
 from fxmem.planners.chains.place import place
 from fxmem.planners.chains.rotor import RotorTable, rotor_tree
-from fxmem.planners.chains.simulate import Action, Item, simulate
+from fxmem.planners.chains.simulate import Action, ChainRun, ComputeAction, Item, played, simulate
 from fxmem.planners.chains.tree import (
     Checkpoint,
     Save,
@@ -141,18 +141,21 @@ class _Search:
 Candidate = tuple[float, list[Action] | None]
 
 
-def _judge(chain: Chain, budget: int, tree: Tree, moved: frozenset[Item]) -> Candidate:
-    actions = place(chain, compute_actions(tree), moved, budget)
+def _judge(
+    chain: Chain, budget: int, compute: list[ComputeAction], plain: ChainRun, moved: frozenset[Item]
+) -> Candidate:
+    actions = place(chain, compute, moved, budget, plain)
     return (math.inf, None) if actions is None else (simulate(chain, actions).time_s, actions)
 
 
 def _polish(chain: Chain, budget: int, tree: Tree, moved: frozenset[Item]) -> Candidate:
     """Toggle which stored values of one schedule tree may move while that makes the program faster."""
-    items, best = stored_items(tree), _judge(chain, budget, tree, moved)
+    items, run = stored_items(tree), played(chain, compute_actions(tree))
+    best = _judge(chain, budget, *run, moved)
     stuck, k = 0, 0
     while stuck < len(items):
         other = moved ^ {items[k % len(items)]}
-        trial = _judge(chain, budget, tree, other)
+        trial = _judge(chain, budget, *run, other)
         stuck, k = stuck + 1, k + 1
         if trial[0] < best[0] - 1e-12:
             best, moved, stuck = trial, other, 0
@@ -169,7 +172,8 @@ def pofo(chain: Chain, budget: int, effort: int = LABELS_PER_CHAIN) -> list[Acti
     if recompute is not None:
         found.append((recompute, frozenset()))
     found.append((save_everything(chain), frozenset(stored_items(save_everything(chain)))))
-    ranked = sorted((_judge(chain, budget, *candidate)[0], k) for k, candidate in enumerate(found))
+    runs = [played(chain, compute_actions(tree)) for tree, _ in found]
+    ranked = sorted((_judge(chain, budget, *runs[k], moved)[0], k) for k, (_, moved) in enumerate(found))
     results = [_polish(chain, budget, *found[k]) for seconds, k in ranked[:4] if seconds < math.inf]
     moved = offload_dp(chain, budget)
     if moved is not None:

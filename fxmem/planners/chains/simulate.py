@@ -240,6 +240,11 @@ class _Machine:
         self.stall_until(self.back.pop(item))
 
 
+def played(chain: Chain, compute: list[ComputeAction]) -> tuple[list[ComputeAction], ChainRun]:
+    """Compute actions with their own run, for callers that place many selections of moved values over them."""
+    return compute, simulate(chain, compute)
+
+
 def simulate(chain: Chain, actions: Sequence[Action]) -> ChainRun:
     """Run a schedule and report its peak, time and moves.
 
