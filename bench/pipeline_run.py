@@ -4,33 +4,31 @@
 measured peak of every rank, the largest relative error, whether the measurement is under the budget, seconds of a step
 (median of `NUM_STEPS`, the slowest rank) and their ratio to `auto`'s. Ranks share this machine's cores, so more ranks
 than cores say nothing of speed: their seconds are of all ranks in turn. Everything runs on loopback.
+
+`python -m bench.pipeline_run --matrix --json`: one row a (model, schedule, ranks, rank), see `bench.pipeline_matrix`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fxmem
 from bench.common import Row, show
+from bench.pipeline_matrix import MODELS, RANKS, SCHEDULES, matrix_rows
+from bench.pipeline_ranks import run_ranks
 from fxmem.testing.zoo import build
 from fxmem.units import Budget
 
 NUM_STEPS = 5
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 CASES = (("gpt2", "tiny", 2), ("mlp", "small", 2), ("gpt2", "small", 2), ("gpt2", "tiny", 4), ("mlp", "small", 4))
 """(model, size, ranks)."""
 PLANNERS = ("auto", "time", "layers", "parameters", "mcap")
@@ -43,7 +41,7 @@ def rows(quick: bool) -> Iterator[Row]:
         for budget in BUDGETS:
             base_s: float | None = None
             for planner in PLANNERS[:2] if quick else PLANNERS:
-                row = _row(run_ranks(num_ranks, partial(_measured, model, size, num_ranks, planner, budget)))
+                row = _row(run_ranks(num_ranks, partial(_measured, model, size, num_ranks, planner, budget), TIMEOUT_S))
                 base_s = row.get("step_s") if planner == "auto" else base_s
                 ratio = row["step_s"] / base_s if base_s and "step_s" in row else None
                 head: Row = {"model": f"{model} {size}", "ranks": num_ranks, "planner": planner, "budget": budget}
@@ -98,39 +96,19 @@ def _measured(model: str, size: str, num_ranks: int, planner: str, budget: Budge
     }  # fmt: skip
 
 
-def run_ranks(num_ranks: int, function: Callable[[int], Row]) -> list[Row]:
-    """`function(rank)` in a process for each rank; what it returned, or {"error": text}."""
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(r, num_ranks, folder, function)) for r in range(num_ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT_S)
-            if process.is_alive():
-                process.kill()
-        paths = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
-        return [json.loads(path.read_text()) if path.exists() else {"error": "no answer"} for path in paths]
-
-
-def _rank(rank: int, num_ranks: int, folder: str, function: Callable[[int], Row]) -> None:
-    store = dist.FileStore(os.path.join(folder, "store"), num_ranks)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=TIMEOUT_S / 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    try:
-        result = function(rank)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    os._exit(0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON list (default: a table)")
     parser.add_argument("--quick", action="store_true", help="one case, two planners")
+    parser.add_argument("--matrix", action="store_true", help="models x schedules x ranks: gradients and peaks")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of the matrix")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=RANKS, help="of the matrix")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the matrix")
     args = parser.parse_args()
-    show(rows(args.quick), args.json, "planned pipelines over gloo")
+    if args.matrix:
+        show(matrix_rows(args.models, args.ranks, args.schedules), args.json, "exactness and memory over gloo")
+    else:
+        show(rows(args.quick), args.json, "planned pipelines over gloo")
 
 
 if __name__ == "__main__":

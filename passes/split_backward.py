@@ -15,6 +15,10 @@ import torch
 from torch import fx
 
 from fxmem.errors import VerifyError
+from fxmem.passes.emit import META
+
+PART = "part"
+"""Key in `node.meta[META]` of a node that makes some of the results of the op it was: its workspace is another one."""
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 
@@ -77,10 +81,18 @@ def _split_convolutions(graph: fx.Graph, sends: Sequence[fx.Node]) -> None:
             continue
         with graph.inserting_before(node):
             clone = graph.node_copy(node)
-        clone.args = (*node.args[:-1], [False, *(i in weights for i in (1, 2))])
-        node.args = (*node.args[:-1], [True, False, False])
+        _mask(clone, [False, *(i in weights for i in (1, 2))])
+        _mask(node, [True, False, False])
         for index in weights:
             parts[index].args = (clone, index)
+
+
+def _mask(node: fx.Node, mask: Sequence[bool]) -> None:
+    """Make only what `mask` says, also in the node's metadata, and note that it is part of an op."""
+    node.args = (*node.args[:-1], list(mask))
+    node.meta = node.meta | {META: {**node.meta.get(META, {}), PART: True}}
+    if "val" in node.meta:
+        node.meta["val"] = tuple(v if made else None for v, made in zip(node.meta["val"], mask, strict=True))
 
 
 def _with_parts(nodes: set[fx.Node]) -> set[fx.Node]:

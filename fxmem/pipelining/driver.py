@@ -187,7 +187,7 @@ class Driver:
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
         options = Options(solve_s=request.solve_s or 0.5)
         self._realiser = Realiser(
-            self.runtime, self._program, self._beside, self._cluster, request.stage_planner, options
+            self.runtime, self._program, self._beside, self._cluster, request.stage_planner, options, limit_s
         )
         budget, found, bound_s = self._search()
         result = self._result(found, budget, bound_s, time.perf_counter() - started)

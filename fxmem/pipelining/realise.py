@@ -7,10 +7,15 @@ the schedule's actions, and a stage's room is corrected by what the play shows u
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from fxmem import compat
+from fxmem.analysis.calls import call_of
+from fxmem.analysis.profile import profile_calls
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.passes.stage_split import StageGraph
@@ -70,13 +75,22 @@ class Realised:
 
 
 class Realiser:
-    """Makes `Realised`s of one captured model; `program` is its graph with costs."""
+    """Makes `Realised`s of one captured model; `program` is its graph with costs. `measure_s`: seconds that may go into
+    measuring ops that a split backward has and `program` has not.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, program: Program, beside: Beside, cluster: Cluster, planner: str, options: Options
+        self,
+        pipeline: Pipeline,
+        program: Program,
+        beside: Beside,
+        cluster: Cluster,
+        planner: str,
+        options: Options,
+        measure_s: float = 0.0,
     ) -> None:
         self.pipeline, self.program, self.beside, self.cluster = pipeline, program, beside, cluster
-        self._planner, self._options = planner, options
+        self._planner, self._options, self._measure_s = planner, options, measure_s
         self._costs = {op.name: op for op in program.ops}
         self._planners: dict[str, StagePlanner] = {}
         self._bytes: dict[tuple[tuple[int, ...], int, tuple[object, ...]], StageBytes] = {}
@@ -111,8 +125,7 @@ class Realiser:
             if len(made) == len(real):
                 sizes.update(zip(made, (nbytes[s] for s in real), strict=True))
         storages = tuple(
-            replace(s, nbytes=sizes.get(s.id, align_up(int(s.nbytes), self.beside.rounding)))
-            for s in program.storages
+            replace(s, nbytes=sizes.get(s.id, align_up(int(s.nbytes), self.beside.rounding))) for s in program.storages
         )
         seconds = [self._costs[op.name].seconds for op in program.ops]
         workspaces = [self._costs[op.name].workspace_bytes for op in program.ops]
@@ -129,8 +142,19 @@ class Realiser:
         key = (positions, graph.index, actions.actions)
         if key not in self._bytes:
             program = self.program_of(graph, positions)
-            self._bytes[key] = StageBytes(StageCode(graph, actions.actions), program, self.beside.rounding)
+            code = StageCode(graph, actions.actions)
+            self._bytes[key] = StageBytes(code, program, self.beside.rounding, self._workspace)
         return self._bytes[key]
+
+    def _workspace(self, node: fx.Node) -> int | None:
+        """Of one op, measured (now or in an earlier process) if that is allowed."""
+        call = call_of(node, {})
+        if not self._measure_s:
+            return None
+        started = time.perf_counter()
+        measured, _ = profile_calls({call.key: call}, self._measure_s)
+        self._measure_s = max(self._measure_s - (time.perf_counter() - started), 1e-9)
+        return measured[call.key].workspace_bytes if call.key in measured else None
 
 
 class _Cut:
@@ -249,5 +273,3 @@ def _weight_share(graph: StageGraph, program: Program) -> float:
             total += op.seconds
             late += op.seconds if op.index not in needed else 0.0
     return late / total if total else 0.0
-
-

@@ -19,6 +19,7 @@ from torch import fx
 from fxmem import compat
 from fxmem.ir.program import Program
 from fxmem.passes.emit import META
+from fxmem.passes.split_backward import PART
 from fxmem.runtime.pipeline_code import StageCode
 from fxmem.runtime.pipeline_params import can_keep
 from fxmem.runtime.pipeline_sink import deliver, storage_keys
@@ -30,11 +31,19 @@ Held: TypeAlias = tuple[int, int, int]
 
 
 class StageBytes:
-    """What the modules of one stage hold. `program`: of the stage, with workspaces; `rounding`: of sizes, in bytes."""
+    """What the modules of one stage hold. `program`: of the stage, with workspaces; `rounding`: of sizes, in bytes.
+    `part_workspace`: of a node that is a part of one of the program's ops; None where it isn't known.
+    """
 
-    def __init__(self, code: StageCode, program: Program, rounding: int = 1) -> None:
+    def __init__(
+        self,
+        code: StageCode,
+        program: Program,
+        rounding: int = 1,
+        part_workspace: Callable[[fx.Node], int | None] = lambda _: None,
+    ) -> None:
         self.code, self.graph = code, code.graph
-        self._rounding = rounding
+        self._rounding, self._part_workspace = rounding, part_workspace
         self._ops = {op.name: op for op in program.ops}
         self._nbytes, self._program = program.nbytes(), program
         self.sizes: dict[int, int] = {}
@@ -64,12 +73,17 @@ class StageBytes:
         nodes = [n for n in results[self.code.num_results :] if isinstance(n, fx.Node)]  # type: ignore[index, union-attr]
         return [key for n in nodes for key in storage_keys(n) if key not in self._given]
 
-    def outputs(self, kind: str) -> list[tuple[int, bool]]:
-        """(storage, is it sent without a copy?) of what goes to the next stage ("F") or the one before ("B", "I")."""
+    def outputs(self, kind: str) -> list[tuple[int, int]]:
+        """(storage, bytes of the copy that a message needs: 0 if it takes the tensor as it is) of what goes to the next
+        stage ("F") or the one before ("B", "I").
+        """
         module = self.code.module(kind)
         count = self.code.num_results if kind == "F" else len(self.graph.grad_sends)
         nodes = list(module.graph.output_node().args[0])[:count]  # type: ignore[arg-type]
-        return [(self._key(n.meta["val"]), _is_dense(n.meta["val"])) for n in nodes]
+        return [(self._key(n.meta["val"]), self._copied_bytes(n.meta["val"])) for n in nodes]
+
+    def _copied_bytes(self, value: torch.Tensor) -> int:
+        return 0 if _is_dense(value) else self._rounded(int(value.nbytes))
 
     @cached_property
     def kept(self) -> list[int]:
@@ -141,6 +155,9 @@ class StageBytes:
 
     def _workspace(self, node: fx.Node) -> int:
         op = self._op(node) if node.op == "call_function" else None
+        known = self._part_workspace(node) if node.meta.get(META, {}).get(PART) else None
+        if known is not None:
+            return known
         return op.workspace_bytes if op is not None else 0
 
     def _key(self, value: torch.Tensor) -> int:
@@ -228,16 +245,24 @@ class RankPlay:
 
     def _name(self, stage: int, chunk: int, key: int) -> Held:
         """A message within the rank is the same tensor in both stages, if its layout is right."""
-        if self.rank_of[stage - 1] == self.rank and stage and key in self.stages[stage].receives:
-            source = self.stages[stage - 1].outputs("F")[self.stages[stage].receives.index(key)]
-            return self._name(stage - 1, chunk, source[0]) if source[1] else (stage, chunk, key)
+        at = self.stages[stage]
+        for other, kind, received in ((stage - 1, "F", at.receives), (stage + 1, "B", at.grad_receives)):
+            if self._is_here(other) and key in received:
+                source, copied_bytes = self.stages[other].outputs(kind)[received.index(key)]
+                return (stage, chunk, key) if copied_bytes else self._name(other, chunk, source)
         return stage, chunk, key
+
+    def _is_here(self, stage: int) -> bool:
+        return 0 <= stage < len(self.rank_of) and self.rank_of[stage] == self.rank
+
+    def _nbytes(self, name: Held) -> int:
+        return self.stages[name[0]].sizes[name[2]]
 
     def _hold(self, stage: int, chunk: int, keys: Iterable[int]) -> None:
         for key in keys:
             name = self._name(stage, chunk, key)
             if not self.held[name]:
-                self.level += self.stages[stage].sizes[key]
+                self.level += self._nbytes(name)
             self.held[name] += 1
 
     def _drop(self, stage: int, chunk: int, keys: Iterable[int]) -> None:
@@ -246,7 +271,7 @@ class RankPlay:
             self.held[name] -= 1
             if not self.held[name]:
                 del self.held[name]
-                self.level -= self.stages[stage].sizes[key]
+                self.level -= self._nbytes(name)
 
     def _release(self) -> None:
         for message in [m for m in self.posted if self.arrivals.has_arrived(m)]:
@@ -259,12 +284,12 @@ class RankPlay:
         self.level -= copied
 
     def _send(self, stage: int, kind: str, chunk: int) -> None:
-        outputs, sizes = self.stages[stage].outputs(kind), self.stages[stage].sizes
-        copied = sum(sizes[key] for key, is_dense in outputs if not is_dense)
+        outputs = self.stages[stage].outputs(kind)
+        copied = sum(nbytes for _, nbytes in outputs)
         self.level += copied
         self._stands(0)
-        self._drop(stage, chunk, [key for key, is_dense in outputs if not is_dense])
-        self.posted[kind, stage, chunk] = [(stage, chunk, key) for key, is_dense in outputs if is_dense], copied
+        self._drop(stage, chunk, [key for key, nbytes in outputs if nbytes])
+        self.posted[kind, stage, chunk] = [(stage, chunk, key) for key, nbytes in outputs if not nbytes], copied
 
     def _sole(self, stage: int, chunk: int, keys: Sequence[int]) -> list[int]:
         """Those of `keys` that nobody else holds, all of their references being among `keys`."""
@@ -277,16 +302,20 @@ class RankPlay:
             self.arrivals.use("F", stage, chunk)
             self._release()
         self._stands(at.peak("F", self._sole(stage, chunk, at.receives), {}))
-        before = at.receives if stage else []
-        outputs = [key for key, _ in at.outputs("F")]
         self._hold(stage, chunk, at.saved)
+        outputs = [] if at.graph.is_last else [key for key, _ in at.outputs("F")]
+        self._hold(stage, chunk, outputs)
+        self._drop(stage, chunk, at.receives if stage else [])
         if at.graph.is_last:
             self.level += at.loss_bytes
-        elif self.rank_of[stage + 1] == self.rank:
-            self._hold(stage + 1, chunk, self.stages[stage + 1].receives)
-        else:
-            self._hold(stage, chunk, outputs)
-        self._drop(stage, chunk, before)
+        elif self._is_here(stage + 1):
+            self._hand_over(stage, chunk, outputs, stage + 1, self.stages[stage + 1].receives)
+
+    def _hand_over(self, stage: int, chunk: int, outputs: Sequence[int], other: int, received: Sequence[int]) -> None:
+        """A message within the rank: copied where its layout is not what `other` expects."""
+        self._hold(other, chunk, received)
+        self._stands(0)
+        self._drop(stage, chunk, outputs)
 
     def _backward(self, stage: int, kind: str, chunk: int) -> None:
         at = self.stages[stage]
@@ -300,12 +329,11 @@ class RankPlay:
         owned = [key for key in self._sole(stage, chunk, given) if key not in kept]
         self._gradients(stage, kind, owned)
         self._hold(stage, chunk, kept)
-        if stage:
-            local = self.rank_of[stage - 1] == self.rank
-            target, keys = (stage - 1, self.stages[stage - 1].grad_receives) if local else (
-                stage, [key for key, _ in at.outputs(kind)])  # fmt: skip
-            self._hold(target, chunk, keys)
+        outputs = [key for key, _ in at.outputs(kind)] if stage else []
+        self._hold(stage, chunk, outputs)
         self._drop(stage, chunk, given)
+        if self._is_here(stage - 1):
+            self._hand_over(stage, chunk, outputs, stage - 1, self.stages[stage - 1].grad_receives)
 
     def _weights(self, stage: int, chunk: int) -> None:
         kept = self.stages[stage].kept

@@ -1,0 +1,161 @@
+"""Models x schedules x ranks over gloo: three training steps each, against one process that runs the same microbatches.
+
+Every cell is planned under a budget, `SHARE` of the peak it has without one (or, where no plan is that small, the
+smallest budget that the error names), with SGD with momentum. The model is captured once; all schedules of a number of
+ranks run in one group of processes. Rank 0 decides, the others follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxmem
+from bench.common import Row, relative_error
+from bench.pipeline_ranks import run_ranks
+from fxmem.errors import BudgetInfeasible
+from fxmem.pipelining.driver import Driver, PipelineResult, Request
+from fxmem.runtime.pipeline import Pipeline
+from fxmem.runtime.pipeline_batch import split_batch
+from fxmem.runtime.pipeline_stage import Stage
+from fxmem.testing.zoo import build
+
+MODELS = ("gpt2", "llama", "t5", "resnet50", "unet")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "1f1b-n")
+RANKS = (2, 4)
+NUM_STEPS = 3
+NUM_MICROBATCHES = 4
+ROWS = {"resnet50": 8}
+"""Of a microbatch, where it isn't 2: statistics over two values make 1 and -1 of them, and gradients of noise."""
+SHARE = 0.9
+SOLVE_S = 0.1
+TIMEOUT_S = 300
+
+
+def matrix_rows(
+    models: Sequence[str] = MODELS, ranks: Sequence[int] = RANKS, schedules: Sequence[str] = SCHEDULES
+) -> Iterator[Row]:
+    """A row for every model, number of ranks, schedule and rank.
+
+    `error`: of the predicted peak, relative to the measured one; `gradient_error`: norm of the difference over the norm
+    of this rank's gradients, the worst step; `loss_error`: the worst step, absolute; `failure`: why a cell did not run.
+    """
+    for model in models:
+        module, args = build(model)
+        batch = grown(args, NUM_MICROBATCHES * ROWS.get(model, 2))
+        runtime = Pipeline(module, split_batch(batch, {}, NUM_MICROBATCHES))
+        expected = reference(build(model)[0], batch)
+        for num_ranks in ranks:
+            run = partial(_cells, runtime, module, batch, expected, num_ranks, schedules)
+            found = run_ranks(num_ranks, run, TIMEOUT_S)
+            for at, schedule in enumerate(schedules):
+                for rank, cells in enumerate(found):
+                    head = {"model": model, "schedule": schedule, "ranks": num_ranks, "rank": rank}
+                    failure = {"failure": cells.get("error", "the cell before it failed")}
+                    yield head | (cells["cells"][at] if at < len(cells.get("cells", ())) else failure)
+
+
+def grown(args: Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
+    """`args` repeated to `num_rows` rows, rolled so that no two microbatches are alike."""
+    times = -(-num_rows // args[0].shape[0])
+    return tuple(torch.cat([a.roll(i, -1) for i in range(times)])[:num_rows] for a in args)
+
+
+def sgd(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def reference(model: nn.Module, batch: tuple[Tensor, ...]) -> list[dict[str, Any]]:
+    """Loss, gradients and (after them) buffers of every step of one process."""
+    optimizer, steps = sgd(list(model.parameters())), []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = 0.0
+        for part in split_batch(batch, {}, NUM_MICROBATCHES):
+            part_loss = model(*part.args) * (part.num_rows / batch[0].shape[0])
+            part_loss.backward()
+            loss += part_loss.item()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        steps.append({"loss": loss, "gradients": gradients, "buffers": buffers})
+        optimizer.step()
+    return steps
+
+
+def _cells(
+    runtime: Pipeline, model: nn.Module, batch: tuple[Tensor, ...], expected: list[dict[str, Any]], num_ranks: int,
+    schedules: Sequence[str], rank: int,
+) -> Row:  # fmt: skip
+    """What this rank found in every cell, up to the first that failed."""
+    torch.set_num_threads(1)
+    cells: list[Row] = []
+    for schedule in schedules:
+        try:
+            plan = _planned(runtime, model, batch, num_ranks, schedule)
+            cells.append(_trained(runtime, plan, model, batch, expected, rank))
+        except Exception as error:
+            cells.append({"failure": f"{type(error).__name__}: {error}"})
+            break
+    return {"cells": cells}
+
+
+def _planned(
+    runtime: Pipeline, model: nn.Module, batch: tuple[Tensor, ...], num_ranks: int, schedule: str
+) -> PipelineResult:
+    def under(budget: int | None) -> PipelineResult:
+        request = Request(num_ranks, NUM_MICROBATCHES, budget, schedule, "auto", "auto", None, SOLVE_S)
+        return Driver(runtime, request, batch, model, sgd(list(model.parameters()))).run()
+
+    try:
+        return under(int(SHARE * max(under(None).peak_bytes)))
+    except BudgetInfeasible as error:
+        return under(error.min_bytes)
+
+
+def _trained(
+    runtime: Pipeline, plan: PipelineResult, model: nn.Module, batch: tuple[Tensor, ...],
+    expected: list[dict[str, Any]], rank: int,
+) -> Row:  # fmt: skip
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+    made = runtime.stage(rank, state_dict=state)
+    stages = [made] if isinstance(made, Stage) else made
+    steps = runtime.schedule(made)
+    named = {n: p for stage in stages for n, p in stage.submod.named_parameters(remove_duplicate=False)}
+    optimizer = sgd(list(dict.fromkeys(named.values())))
+    gradient_error = loss_error = buffer_error = 0.0
+    measured: list[int] = []
+    for wanted in expected:
+        optimizer.zero_grad()
+        losses: list[Tensor | None] = []
+        measured.append(_peak_bytes(steps, batch, optimizer, losses))
+        trained = [n for n in named if n in wanted["gradients"]]
+        found, right = ([named[n].grad for n in trained], [wanted["gradients"][n] for n in trained])
+        gradient_error = max(gradient_error, relative_error(found, right))  # type: ignore[arg-type]
+        if losses[0] is not None:
+            loss_error = max(loss_error, abs(losses[0].item() - wanted["loss"]))
+        for stage in stages:
+            for name, buffer in stage.submod.named_buffers():
+                difference = (buffer.double() - wanted["buffers"][name].double()).abs().max()
+                buffer_error = max(buffer_error, float(difference))
+        optimizer.step()
+    predicted = plan.peak_bytes[rank]
+    return {
+        "budget_bytes": plan.budget_bytes, "predicted_bytes": predicted, "measured_bytes": measured[-1],
+        "error": predicted / measured[-1] - 1, "gradient_error": gradient_error, "loss_error": loss_error,
+        "buffer_error": buffer_error, "recomputes": any(s.extra_s > 0 for s in plan.stages),
+    }  # fmt: skip
+
+
+def _peak_bytes(steps: Any, batch: tuple[Tensor, ...], optimizer: Any, losses: list[Tensor | None]) -> int:
+    """Peak of one step; `optimizer` is named so that its state counts."""
+
+    def step() -> None:
+        assert optimizer is not None
+        losses.append(steps.step(*batch))
+
+    return fxmem.measure(step).peak_bytes
