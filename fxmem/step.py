@@ -31,6 +31,7 @@ from fxmem.schedule import StartBackward
 from fxmem.units import Budget, resolve_budget
 
 NUM_RETRIES = 3
+_MARGIN = 0.01  # of the budget, per retry after the first
 _LOGGER = logging.getLogger("fxmem")
 
 
@@ -162,8 +163,12 @@ class Step:
             self._failure = BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
             _LOGGER.error("%s", self._failure)
             return
+        # The prediction was that much too low; where this does not mend it, the compiled code allocates otherwise than
+        # the graph, and a plan for a few bytes less may change nothing there: each retry asks for more.
+        missing_bytes = max(over_bytes, peak_bytes - self.plan.peak_bytes)
+        self.excess_bytes += missing_bytes + int(_MARGIN * self.num_retries * self.budget_bytes)
         self.num_retries += 1
-        self.excess_bytes += over_bytes
+        _LOGGER.info("measured %d bytes over the budget; planned again with %d less", over_bytes, self.excess_bytes)
         self.plan_again()
 
 
