@@ -38,6 +38,10 @@ from fxmem.schedule.actions import Compute, Free, Offload, Recompute, Reload, St
 
 BLOCK_COUNTS = (64, 32, 16, 8)
 NUM_SLOTS = 400
+MOST_WORK = 100_000  # actions judged per knob (25 us each); a schedule that was dear to find counts as more
+_WORK_PER_S = 5_000  # of `solve_s`, so that all knobs together take about that long
+_LEAST_WORK = 5_000
+_DP_WORK, _POFO_WORK = 1_000, 5_000  # of one call
 
 Knob = Callable[[int], Sequence[ChainAction] | None]
 
@@ -192,6 +196,7 @@ class _Search:
     best: tuple[float, tuple[Action, ...]] | None = None
     least: int = 1 << 62
     tried: int = 0
+    work: int = 0  # left to the present knob
 
     def fits(self, blocks: Blocks, schedule: Sequence[ChainAction] | None) -> bool:
         """Judge one chain schedule in the program simulator."""
@@ -200,6 +205,7 @@ class _Search:
         actions = program_actions(blocks, schedule, self.tier, self.may_move)
         result = simulate(self.problem.program, actions, self.machine)
         self.tried += 1
+        self.work -= len(actions)
         self.least = min(self.least, result.peak_bytes)
         if result.peak_bytes > self.budget_bytes:
             return False
@@ -207,16 +213,20 @@ class _Search:
             self.best = (result.seconds, actions)
         return True
 
-    def largest(self, blocks: Blocks, knob: Knob, low: int, high: int) -> None:
-        """Bisect for the largest setting of a knob that fits, then look just above it: peaks are not quite monotone."""
-        while low <= high:
+    def largest(self, blocks: Blocks, knob: Knob, low: int, high: int, price: int) -> None:
+        """Bisect for the largest setting of a knob that fits, then look just above it: peaks are not quite monotone.
+        Ends when the work that is left is done; each setting costs ``price`` beside what it plays."""
+        while low <= high and self.work > 0:
             middle = (low + high) // 2
+            self.work -= price
             if self.fits(blocks, knob(middle)):
                 low = middle + 1
             else:
                 high = middle - 1
         for extra in (1, 2):
-            self.fits(blocks, knob(low + extra))
+            if self.work > 0:
+                self.work -= price
+                self.fits(blocks, knob(low + extra))
 
 
 KnobMaker = Callable[[Blocks], tuple[Knob, int, int]]
@@ -280,18 +290,31 @@ def cuttings(problem: Problem, counts: Iterable[int]) -> Iterator[Blocks]:
             yield split(problem, cuts)
 
 
-Tries = Sequence[tuple[KnobMaker, Sequence[int]]]
+Tries = Sequence[tuple[KnobMaker, Sequence[int], int]]
+"""Knobs, each with its block counts and the work that one setting costs beside playing it."""
+
+
+def most_work(options: Options) -> int:
+    """Work of one knob. It is counted, not timed: a planner's answer is the same on every machine, and the same where
+    `auto` asks for it."""
+    if options.solve_s is None:
+        return MOST_WORK
+    return int(min(MOST_WORK, max(_LEAST_WORK, _WORK_PER_S * options.solve_s)))
 
 
 def chain_planner(tries: Tries, moves: bool) -> Planner:
-    """A program planner: the fastest that fits over some knobs, each over some block counts."""
+    """A program planner: the fastest that fits over some knobs, each over some block counts. It finds nothing slower
+    than a planner whose tries are the first of its own."""
 
     def plan(problem: Problem, budget_bytes: int, options: Options) -> Solution:
         tier = _tier(options) if moves else "host"
         may_move = within(problem, offloadable(problem, options.pinned), options.machine.capacity_bytes.get(tier))
         search = _Search(problem, budget_bytes, options.machine, tier, may_move)
-        for make, counts in tries:
+        for make, counts, price in tries:
+            search.work = most_work(options)
             for blocks in cuttings(problem, counts):
+                if search.work <= 0:
+                    break
                 if search.best is not None and search.best[0] <= problem.baseline_s * (1 + 1e-9):
                     break  # no time is added: nothing is left to gain
                 if moves:
@@ -299,7 +322,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
                     beta = min(link.in_bytes_per_s, link.out_bytes_per_s)
                     blocks = replace(blocks, chain=replace(blocks.chain, beta=beta))
                 if not search.fits(blocks, compute_actions(save_everything(blocks.chain))):
-                    search.largest(blocks, *make(blocks))
+                    search.largest(blocks, *make(blocks), price)
         if search.best is None:
             raise BudgetInfeasible(budget_bytes, search.least)
         return Solution(search.best[1], 0.0, {"schedules tried": search.tried})
@@ -314,16 +337,16 @@ def _tier(options: Options) -> Tier:
     raise OptionError("this planner moves bytes off the device: name a tier that the machine has, as in tiers='host'")
 
 
-_ROTOR: Tries = [(rotor_knob, BLOCK_COUNTS)]
-_OFFLOAD: Tries = [(budget_knob(offload_dp, 64), (48, 24, 12)), (budget_knob(offload_all, 64), (64,))]
+_ROTOR: Tries = [(rotor_knob, BLOCK_COUNTS, 0)]
+_OFFLOAD: Tries = [(budget_knob(offload_dp, 64), (48, 24, 12), _DP_WORK), (budget_knob(offload_all, 64), (64,), 0)]
 _PLANNERS: dict[str, tuple[Tries, bool]] = {
-    "revolve": ([(revolve_knob, BLOCK_COUNTS)], False),
+    "revolve": ([(revolve_knob, BLOCK_COUNTS, 0)], False),
     "rotor": (_ROTOR, False),
-    "offload-all": ([(budget_knob(offload_all, 64), BLOCK_COUNTS)], True),
-    "offload-greedy": ([(budget_knob(greedy, 64), BLOCK_COUNTS)], True),
+    "offload-all": ([(budget_knob(offload_all, 64), BLOCK_COUNTS, 0)], True),
+    "offload-greedy": ([(budget_knob(greedy, 64), BLOCK_COUNTS, 0)], True),
     "offload-dp": (_OFFLOAD, True),
-    "disk-revolve": ([(budget_knob(disk_revolve, 64), (32, 16, 8))], True),
-    "pofo": ([*_ROTOR, *_OFFLOAD, (budget_knob(partial(pofo, effort=4000), 32), (16, 8))], True),
+    "disk-revolve": ([(budget_knob(disk_revolve, 64), (32, 16, 8), _DP_WORK)], True),
+    "pofo": ([*_ROTOR, *_OFFLOAD, (budget_knob(partial(pofo, effort=4000), 32), (16, 8), _POFO_WORK)], True),
 }
 for _name, (_tries, _moves) in _PLANNERS.items():
     register(_name)(chain_planner(_tries, _moves))

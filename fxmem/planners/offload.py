@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
-from fxmem.planners.bound import free_lunch_s
+from fxmem.planners.bound import LowerBound, free_lunch_s, least_bytes
 from fxmem.planners.chain_starts import chain_solutions, state_of
 from fxmem.planners.evict import evicted_states
 from fxmem.planners.kernel import State
@@ -31,7 +32,8 @@ _CLOSED = 1e-6  # a gap of this share of the step counts as none
 _NUM_KEPT = 6
 _HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparing with a thorough one
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
-_CHAIN_SHARE = 0.35  # of the time after which no further chain planner starts
+_PROVEN = 1e-8  # a gap of this share of the step: no other planner can do better
+_BOUND_SHARE, _BOUND_MOMENTS = 0.1, 3  # of the time, and moments, to rule out plans without the link
 _NUM_SLICES = 12  # of a search, each from another of the states kept
 
 
@@ -117,7 +119,8 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
     tier = fastest_tier(options)
     if tier is None:
         raise OptionError(f"the machine has no {' or '.join(options.tiers)} tier")
-    found = _plan_on(tier, problem, budget_bytes, options)
+    rivals = _Rivals(problem, budget_bytes, options)
+    found = _plan_on(tier, problem, budget_bytes, options, rivals)
     capacity_bytes = options.machine.capacity_bytes.get(tier)
     if capacity_bytes is None or _held_bytes(problem, found, options, tier) <= capacity_bytes:
         return found
@@ -125,28 +128,35 @@ def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> 
     wanted = {action.storage for action in found.actions if isinstance(action, Offload)}
     fitting = within(problem, can, capacity_bytes, wanted)
     pinned = options.pinned | set(np.flatnonzero(fitting == 0).tolist())
-    return replace(
-        _plan_on(tier, problem, budget_bytes, replace(options, pinned=pinned)), lower_bound_s=found.lower_bound_s
-    )
+    again = _plan_on(tier, problem, budget_bytes, replace(options, pinned=pinned), rivals)
+    return replace(again, lower_bound_s=found.lower_bound_s)
 
 
 def _held_bytes(problem: Problem, found: Solution, options: Options, tier: Tier) -> int:
     return simulate(problem.program, found.actions, options.machine).tier_peak_bytes.get(tier, 0)
 
 
-def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options) -> Solution:
+class _Rivals:
+    """What the other planners that know a link give under the caller's own options, found when first asked for."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, options: Options) -> None:
+        self.problem, self.budget_bytes, self.options = problem, budget_bytes, options
+
+    @cached_property
+    def solutions(self) -> list[Solution]:
+        return list(chain_solutions(self.problem, self.budget_bytes, self.options))
+
+
+def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options, rivals: _Rivals) -> Solution:
     """`plan_with_offload` on a tier without an end."""
-    limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
-    run = _Run(problem, budget_bytes, options, tier, limit_s)
+    run = _Run(problem, budget_bytes, options, tier, rivals)
     run.start()
-    if not run.pool.is_closed and budget_bytes >= problem.base_bytes:
+    if budget_bytes >= problem.base_bytes:
         run.improve()
     pool = run.pool
     if pool.best is None:
         pool.improve(run.smallest(), 0.0)
-    if pool.best is None:
-        run.chains(float("inf"))
-    if run.link_hardly_helps():
+    if run.alone_might_win():
         run.recompute_only()
     if run.other is not None and run.other[0] < pool.best_s:
         return replace(run.other[1], lower_bound_s=min(pool.floor_s, run.other[0]))
@@ -159,8 +169,9 @@ def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options) 
 class _Run:
     """One call of the joint planner; deadlines are shares of `limit_s`."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, limit_s: float) -> None:
-        self.started, self.limit_s, self.options, self.tier = time.monotonic(), limit_s, options, tier
+    def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, rivals: _Rivals) -> None:
+        self.started, self.options, self.tier, self.rivals = time.monotonic(), options, tier, rivals
+        self.limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
         self.kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
         self.budget_bytes = budget_bytes
@@ -186,7 +197,7 @@ class _Run:
         self.certify(bound, self.until(0.17))
         pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
         pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
-        self.chains(self.until(_CHAIN_SHARE))
+        self.chains()
         if self.link_hardly_helps():
             self.limit_s /= 2  # the other half is for recomputation alone
         search(pool, self.until(0.87), self.options.seed)
@@ -223,13 +234,18 @@ class _Run:
         """Whether a longer look at recomputation alone might beat the joint plan."""
         return not self.pool.is_closed and self.pool.best_s > _HARDLY * self.alone_s
 
-    def chains(self, deadline_s: float) -> None:
-        """The chain planners' plans, as they are and as states to improve on."""
-        if self.pool.is_closed:
+    def chains(self) -> None:
+        """The chain planners' plans, as they are and as states to improve on, unless nothing can be faster than what
+        there is. With no time limit given, their time is on top of the search's."""
+        if self.pool.best_s - self.pool.floor_s <= _PROVEN * self.kernel.problem.baseline_s:
             return
-        for found in chain_solutions(self.kernel.problem, self.budget_bytes, self.options, deadline_s):
+        began = time.monotonic()
+        solutions = self.rivals.solutions
+        if self.options.solve_s is None:
+            self.started += time.monotonic() - began
+        for found in solutions:
             self.compare(found)
-            self.pool.improve(state_of(self.kernel.problem, found.actions), deadline_s)
+            self.pool.improve(state_of(self.kernel.problem, found.actions), self.until(0.5))
 
     def compare(self, found: Solution) -> float:
         """Remember another planner's plan if it is the fastest such; returns its extra seconds."""
@@ -239,12 +255,27 @@ class _Run:
             self.other = extra_s, found
         return extra_s
 
+    def alone_might_win(self) -> bool:
+        """Whether a plan without the link could still be faster: its own bound, a few moments of it, does not rule it
+        out."""
+        best_s, problem = self.pool.best_s, self.kernel.problem
+        if self.pool.is_closed or self.budget_bytes < least_bytes(problem):
+            return False
+        bound = LowerBound(problem, self.kernel.cand, self.budget_bytes)
+        deadline_s = time.monotonic() + _BOUND_SHARE * self.limit_s
+        while len(bound.moments) < _BOUND_MOMENTS and time.monotonic() < deadline_s:
+            more = bound.step(deadline_s, best_s)
+            if best_s <= bound.seconds + _PROVEN * problem.baseline_s:
+                return False
+            if not more:
+                break
+        return True
+
     def recompute_only(self) -> None:
-        """What `auto` finds without a tier."""
-        problem, limit_s = self.kernel.problem, self.options.solve_s
-        left_s = None if limit_s is None else max(0.05, self.started + limit_s - time.monotonic())
+        """What `auto` finds without a tier in the same time."""
+        problem = self.kernel.problem
         try:
-            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=(), solve_s=left_s))
+            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=()))
         except BudgetInfeasible:
             return
         found = replace(found, notes={"tier": "none: the link is too slow"})

@@ -1,5 +1,6 @@
 """Keep, recompute or offload: against the simulator, an independent oracle, brute force, bounds and other planners."""
 
+import contextlib
 import itertools
 import math
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from bench.offload import margins, run
+from bench.offload import machine, margins, run
 from fxmem.errors import BudgetInfeasible, OptionError, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options
@@ -27,6 +28,7 @@ from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link
 from fxmem.testing.programs import Shape, oracle_peak_bytes, programs
 from tests.planners.models import MIB, Builder, blocks
+from tests.planners.test_instances import load
 
 SMALL = Shape(num_forward=(2, 5))
 NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -156,6 +158,45 @@ def test_no_other_planner_does_better(pace: float) -> None:
             assert best <= make_plan(program, 0.6, planner, options).extra_s + 1e-6
         except BudgetInfeasible:
             continue
+
+
+def assert_none_is_faster(program: Program, budget: int, options: Options, names: tuple[str, ...] = OTHERS) -> None:
+    """`auto` adds no more seconds than any of `names` under the same options, and fits where one does."""
+    found = []
+    for planner in names:
+        with contextlib.suppress(BudgetInfeasible):
+            found.append((make_plan(program, budget, planner, options).extra_s, planner))
+    if found:
+        mine = make_plan(program, budget, "auto", options)
+        assert mine.extra_s <= min(found)[0] + 1e-8 * mine.baseline_s, min(found)
+
+
+@settings(max_examples=15, phases=NO_SHRINK)
+@given(programs(), st.floats(0.5, 0.95), st.sampled_from([1.0, 10.0]))
+def test_no_time_is_no_excuse(program: Program, share: float, pace: float) -> None:
+    budget = max(1, int(share * unplanned_bytes(reduce_program(program))))
+    assert_none_is_faster(program, budget, replace(host(pace), solve_s=1e-3))
+
+
+@pytest.mark.parametrize("num_blocks", [6, 12])
+@pytest.mark.parametrize("pace", [2 * MIB, 8 * MIB])
+def test_no_time_is_no_excuse_on_blocks(num_blocks: int, pace: float) -> None:
+    assert_none_is_faster(
+        blocks(num_blocks),
+        int(0.6 * unplanned_bytes(reduce_program(blocks(num_blocks)))),
+        replace(host(pace), solve_s=1e-3),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "share", "rho"), [("gpt2_6l", 0.7, 0.25), ("unet", 0.6, 4.0), ("resnet50_hf", 0.8, 1.0)]
+)
+def test_little_time_is_no_excuse_on_captured_graphs(name: str, share: float, rho: float) -> None:
+    program = load(name)
+    problem = reduce_program(program)
+    options = Options(solve_s=0.1, tiers=("host",), machine=machine(problem, rho))
+    assert_none_is_faster(program, int(share * unplanned_bytes(problem)), options)
 
 
 @settings(max_examples=15, phases=NO_SHRINK)
