@@ -58,6 +58,7 @@ def check_several_graphs(module, function, args, share):
     assert fxmem.measure(lambda: run(step, args)).peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_the_loss_after_a_graph_break_counts():  # pytorch#139989, torchtitan#1935
     torch.manual_seed(0)
     module = Logging(3)
@@ -94,6 +95,7 @@ def test_sizes_change_under_one_budget():  # pytorch#172822
         run(step, tuple(torch.randn(1024, 32) for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_every_value_has_many_users():  # pytorch#145081
     def chain(x):
         values = [x]

@@ -29,6 +29,7 @@ def check(*cases: list[Any], above: float = 0.02) -> list[list[dict[str, Any]]]:
     return results
 
 
+@pytest.mark.slow
 def test_tied_weights_under_a_budget_that_needs_recomputation() -> None:
     [roomy, tight] = check(["gpt2", "1f1b", 2, 4, 8, None], ["gpt2", "1f1b", 2, 4, 8, 0.75])
     assert tight[0]["budget"] < max(rank["predicted"] for rank in roomy)

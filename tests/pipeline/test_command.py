@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 RUN = [sys.executable, "-c"]
 
 
@@ -13,6 +15,7 @@ def _run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, code, *args], capture_output=True, text=True, timeout=240, check=True)
 
 
+@pytest.mark.slow
 def test_stdout_is_one_json_document_while_the_solver_prints() -> None:
     alone = _run("from tests.pipeline.noisy import solve_noisily; solve_noisily()")
     assert alone.stdout, "this version of the solver prints nothing: find another problem"

@@ -246,6 +246,7 @@ def test_memflow_finds_plans_where_no_search_without_recompute_does() -> None:
     assert any(plan.levels)
 
 
+@pytest.mark.slow
 def test_auto_is_never_slower_than_the_named_planners() -> None:
     compared = 0
     for chain in (gpt_like(5), vgg_like(convs=(1, 2, 2, 2, 2)), amoebanet_like(9, batch=16)):

@@ -73,6 +73,7 @@ def test_the_budget_named_by_the_error_is_enough(schedule: str) -> None:
     assert max(plan.peak_bytes) <= caught.value.min_bytes
 
 
+@pytest.mark.slow
 def test_tighter_budgets_take_longer_and_hold() -> None:
     model, args = build("gpt2")
     options = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b", "solve_s": 0.1}
