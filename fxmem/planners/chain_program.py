@@ -32,7 +32,7 @@ from fxmem.planners.chains.simulate import simulate as simulate_chain
 from fxmem.planners.chains.tree import compute_actions, save_everything
 from fxmem.planners.offload_kernel import offloadable, within
 from fxmem.planners.problem import Problem
-from fxmem.planners.registry import Options, Planner, Solution, fastest_tier, register
+from fxmem.planners.registry import Options, Planner, Solution, by_speed, register
 from fxmem.schedule import Action, Machine, simulate
 from fxmem.schedule.actions import Compute, Free, Offload, Recompute, Reload, StartBackward, Tier, Wait
 
@@ -331,7 +331,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
 
 
 def _tier(options: Options) -> Tier:
-    tier = fastest_tier(options)
+    tier = next(iter(by_speed(options)), None)
     if tier is not None:
         return tier
     raise OptionError("this planner moves bytes off the device: name a tier that the machine has, as in tiers='host'")

@@ -24,7 +24,8 @@ from fxmem.planners.offload_bound import OffloadBound
 from fxmem.planners.offload_kernel import JointKernel, JointScore, offloadable, within
 from fxmem.planners.offload_states import JointCutFamily, first_states, three_way_states
 from fxmem.planners.problem import Problem
-from fxmem.planners.registry import Options, Solution, fastest_tier
+from fxmem.planners.registry import Options, Solution, by_speed
+from fxmem.planners.tiers import fits, spread, together
 from fxmem.schedule import simulate
 from fxmem.schedule.actions import Offload, Tier
 
@@ -112,28 +113,53 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
 
 
 def plan_with_offload(problem: Problem, budget_bytes: int, options: Options) -> Solution:
-    """Least extra time found under the budget in `solve_s` on the fastest tier, which holds no more than it can.
+    """Least extra time found under the budget in `solve_s`, on tiers that hold no more than they can.
 
+    The search is for the fastest tier; of its plan, what that one can't hold, or what is sooner there, goes to others.
     Raises BudgetInfeasible with the smallest peak found, OptionError when the machine has none of the tiers.
     """
-    tier = fastest_tier(options)
-    if tier is None:
+    tiers = by_speed(options)
+    if not tiers:
         raise OptionError(f"the machine has no {' or '.join(options.tiers)} tier")
     rivals = _Rivals(problem, budget_bytes, options)
-    found = _plan_on(tier, problem, budget_bytes, options, rivals)
-    capacity_bytes = options.machine.capacity_bytes.get(tier)
-    if capacity_bytes is None or _held_bytes(problem, found, options, tier) <= capacity_bytes:
-        return found
-    can = offloadable(problem, options.pinned)
+    found = _plan_on(tiers[0], problem, budget_bytes, options, rivals)
+    result = simulate(problem.program, found.actions, options.machine)
+    candidates = [found] if fits(result, options.machine) else []
+    if len(tiers) > 1 and result.bytes_moved:
+        actions = spread(problem, found.actions, options)
+        notes = {**found.notes, "tier": "+".join(tiers)}
+        candidates += [replace(found, actions=actions, notes=notes)] if actions else []
+    if not fits(result, options.machine):
+        candidates += _on_a_full_tier(tiers[0], problem, budget_bytes, options, rivals, found, bool(candidates))
+    best_s, best = min(((_extra_s(problem, one, options), one) for one in candidates), key=lambda pair: pair[0])
+    return replace(best, lower_bound_s=min(found.lower_bound_s, best_s))
+
+
+def _on_a_full_tier(
+    tier: Tier,
+    problem: Problem,
+    budget_bytes: int,
+    options: Options,
+    rivals: _Rivals,
+    found: Solution,
+    has_other: bool,
+) -> list[Solution]:
+    """A plan for `tier` alone, which can't hold all that `found` puts there. Raises BudgetInfeasible if there is none,
+    unless there is another plan."""
     wanted = {action.storage for action in found.actions if isinstance(action, Offload)}
-    fitting = within(problem, can, capacity_bytes, wanted)
+    can = offloadable(problem, options.pinned)
+    fitting = within(problem, can, options.machine.capacity_bytes[tier], wanted)
     pinned = options.pinned | set(np.flatnonzero(fitting == 0).tolist())
-    again = _plan_on(tier, problem, budget_bytes, replace(options, pinned=pinned), rivals)
-    return replace(again, lower_bound_s=found.lower_bound_s)
+    try:
+        return [_plan_on(tier, problem, budget_bytes, replace(options, pinned=pinned), rivals)]
+    except BudgetInfeasible:
+        if has_other:
+            return []
+        raise
 
 
-def _held_bytes(problem: Problem, found: Solution, options: Options, tier: Tier) -> int:
-    return simulate(problem.program, found.actions, options.machine).tier_peak_bytes.get(tier, 0)
+def _extra_s(problem: Problem, found: Solution, options: Options) -> float:
+    return simulate(problem.program, found.actions, options.machine).seconds - problem.baseline_s
 
 
 class _Rivals:
@@ -192,7 +218,7 @@ class _Run:
     def improve(self) -> None:
         """Everything the joint planner knows, until nothing is left to gain or time is up."""
         kernel, pool, budget = self.kernel, self.pool, self.budget_bytes
-        family, bound = JointCutFamily(kernel), OffloadBound(kernel, budget, pool.floor_s)
+        family, bound = JointCutFamily(kernel), OffloadBound(kernel, together(self.options), budget, pool.floor_s)
         pool.improve_all(first_states(kernel, family, budget, self.peak_bytes), self.until(0.12))
         self.certify(bound, self.until(0.17))
         pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
@@ -249,8 +275,7 @@ class _Run:
 
     def compare(self, found: Solution) -> float:
         """Remember another planner's plan if it is the fastest such; returns its extra seconds."""
-        problem = self.kernel.problem
-        extra_s = simulate(problem.program, found.actions, self.options.machine).seconds - problem.baseline_s
+        extra_s = _extra_s(self.kernel.problem, found, self.options)
         if self.other is None or extra_s < self.other[0]:
             self.other = extra_s, found
         return extra_s

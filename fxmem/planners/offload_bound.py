@@ -23,6 +23,7 @@ import numpy as np
 from fxmem.planners.kernel import State
 from fxmem.planners.moments import Build, MomentModel
 from fxmem.planners.offload_kernel import OFFLOAD, JointKernel
+from fxmem.schedule.simulate import Link
 
 _NUM_POINTS = 24  # release and deadline rows per window
 _MAX_MOMENTS = 6
@@ -34,9 +35,9 @@ Terms = list[tuple[int, float]]
 class OffloadModel(MomentModel):
     """The moment MILP of one problem, link and budget."""
 
-    def __init__(self, kernel: JointKernel, budget_bytes: int) -> None:
+    def __init__(self, kernel: JointKernel, link: Link, budget_bytes: int) -> None:
         super().__init__(kernel.problem, kernel.cand, budget_bytes)
-        self.kernel = kernel
+        self.link = link
         self.movable = [v for v in self.values if kernel.can[v]]
         self.place = {v: i for i, v in enumerate(self.movable)}
         self.out_s = {v: self._copy_s(v, True) for v in self.movable}
@@ -44,7 +45,7 @@ class OffloadModel(MomentModel):
 
     def _copy_s(self, v: int, out: bool) -> float:
         """Seconds of one copy, at most a few steps' worth: shorter is still a bound, and keeps coefficients alike."""
-        seconds = self.kernel.link.seconds(int(self.problem.nbytes[v]), out)
+        seconds = self.link.seconds(int(self.problem.nbytes[v]), out)
         return min(seconds, _LONGEST_COPY * max(self.problem.baseline_s, 1e-30))
 
     def build(self, backward: list[int], forward: list[int]) -> Build:
@@ -171,9 +172,9 @@ def _spread(points: list[int]) -> list[int]:
 class OffloadBound:
     """A growing set of moments: `seconds`, the best bound so far; `states`: what the solver proposed on the way."""
 
-    def __init__(self, kernel: JointKernel, budget_bytes: int, floor_s: float) -> None:
+    def __init__(self, kernel: JointKernel, link: Link, budget_bytes: int, floor_s: float) -> None:
         self.kernel, self.budget_bytes = kernel, budget_bytes
-        self.model = OffloadModel(kernel, budget_bytes)
+        self.model = OffloadModel(kernel, link, budget_bytes)
         self.seconds = self.floor_s = floor_s
         self.moments: list[int] = []
         self.states: list[State] = []

@@ -42,14 +42,11 @@ class Solution:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fastest_tier(options: Options) -> Tier | None:
-    """The tier of `options.tiers` with the fastest link; None if the machine has none of them."""
+def by_speed(options: Options) -> list[Tier]:
+    """The tiers that may be used and that the machine has, fastest first."""
     links = options.machine.links
-
-    def pace(tier: Tier) -> float:
-        return min(links[tier].in_bytes_per_s, links[tier].out_bytes_per_s)
-
-    return max((tier for tier in options.tiers if tier in links), key=pace, default=None)
+    found = [tier for tier in options.tiers if tier in links]
+    return sorted(found, key=lambda tier: -min(links[tier].in_bytes_per_s, links[tier].out_bytes_per_s))
 
 
 Planner = Callable[[Problem, int, Options], Solution]

@@ -5,6 +5,8 @@ import torch
 
 import fxmem
 from fxmem.report.decisions import saved_tensors
+from fxmem.schedule import Machine
+from fxmem.schedule.simulate import Link
 from tests.models import blocks, gradients
 
 
@@ -40,3 +42,22 @@ def test_what_could_not_be_offloaded_is_reported_with_the_reason(tmp_path):
         assert rows[0].stays in (tmp_path / "report.html").read_text()
     assert all(row.decision != "offload" for row in rows)
     assert "could not be offloaded" not in str(fxmem.plan(module, args, 1.0))
+
+
+@pytest.mark.slow
+def test_a_step_whose_host_is_full_goes_on_to_the_disk(tmp_path, monkeypatch):
+    module, args = blocks(batch=2048)
+    module(*args).backward()
+    expected = gradients(module)
+    links = {"host": Link(1e12, 1e12), "disk": Link(1e11, 1e11)}
+    capacity = {"host": 512 << 10}
+    monkeypatch.setattr("fxmem.driver.machine", lambda *_: Machine(links, capacity))
+    step = fxmem.compile(module, budget=0.6, tiers=("host", "disk"), offload_dir=tmp_path, solve_s=2)
+    for _ in range(3):
+        step(*args).backward()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module), expected, strict=True))
+    measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
+    assert measured == step.plan.peak_bytes <= step.plan.budget_bytes
+    held = step.plan.simulation.tier_peak_bytes
+    assert 0 < held["host"] <= capacity["host"]
+    assert held["disk"] > 0

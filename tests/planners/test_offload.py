@@ -129,7 +129,7 @@ def test_the_bound_is_below_every_state(program: Program, share: float, pace: fl
     problem = reduce_program(program)
     kernel = joint(problem, host(pace))
     budget = max(1, int(share * unplanned_bytes(problem)))
-    bound = OffloadBound(kernel, budget, -free_lunch_s(problem))
+    bound = OffloadBound(kernel, kernel.link, budget, -free_lunch_s(problem))
     while len(bound.moments) < 3 and bound.step(math.inf, integral=True):
         pass
     assert bound.seconds <= brute_extra_s(kernel, budget) + 1e-4 * (1 + problem.baseline_s)
