@@ -16,11 +16,13 @@ from torch import fx
 
 from fxmem.errors import VerifyError
 from fxmem.passes.emit import META
+from fxmem.runtime import ops as _ops  # noqa: F401  (defines fxmem::reload)
 
 PART = "part"
 """Key in `node.meta[META]` of a node that makes some of the results of the op it was: its workspace is another one."""
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
+_RELOAD = torch.ops.fxmem.reload.default
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def split_backward(backward: fx.GraphModule, num_sends: int) -> SplitBackward:
     Raises VerifyError if it returns fewer values than that.
     """
     graph = _copy(backward.graph)
+    _loosen_reloads(graph)
     results = graph.output_node().args[0]
     if not isinstance(results, (tuple, list)) or len(results) < num_sends:
         raise VerifyError(f"backward should return at least {num_sends} values")
@@ -68,6 +71,12 @@ def split_backward(backward: fx.GraphModule, num_sends: int) -> SplitBackward:
         early=tuple(early),
         late=tuple(late),
     )
+
+
+def _loosen_reloads(graph: fx.Graph) -> None:
+    """What a reload comes `after` holds it in place where nodes may move; here it would tie one part to the other."""
+    for node in graph.find_nodes(op="call_function", target=_RELOAD):
+        node.args = (*node.args[:6], None)
 
 
 def _split_convolutions(graph: fx.Graph, sends: Sequence[fx.Node]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fxmem import compat
 from fxmem.errors import OptionError
+from fxmem.options import settings
 from fxmem.pipelining.driver import Driver, PipelineResult, Request
 from fxmem.pipelining.registry import PLANNERS
-from fxmem.planners import get_planner
 from fxmem.runtime.pipeline import Pipeline
 from fxmem.runtime.pipeline_batch import LossWeight, split_batch
 from fxmem.runtime.pipeline_params import Init
@@ -73,6 +73,8 @@ def pipeline(
     device: torch.device | str | None = None,
     device_spec: str | Path | None = None,
     solve_s: float | None = None,
+    tiers: str | Sequence[str] | None = None,
+    offload_dir: str | Path | None = None,
 ) -> PlannedPipeline:
     """Cut `model` over `num_stages` devices so that a step's allocated bytes stay under `budget` on each of them.
 
@@ -83,25 +85,30 @@ def pipeline(
     name; interleaved and V-shaped ones give every device two stages. `planner`: how to cut
     (`fxmem.pipelining.registry`); `stage_planner`: how each stage recomputes, `solve_s` seconds at most per try.
     `optimizer`: its state counts. `device`: what the stages run on (default: where the model is). `device_spec`: plan
-    for that device, not this one.
+    for that device, not this one. `tiers`: where stages may offload saved tensors to ("host", "disk", several of them,
+    or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute.
 
     In a process group rank 0 decides and the others follow, so that every rank may call this with its own copy of the
     model. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
     stage, its bytes and the smallest budget found.
     """
-    _check(num_stages, num_microbatches, schedule, planner, loss_fn, args)
-    get_planner(stage_planner)
+    _check(num_stages, num_microbatches, schedule, planner, args)
+    checked = settings(
+        budget, planner=stage_planner, tiers=tiers, offload_dir=offload_dir, optimizer=optimizer, loss_fn=loss_fn,
+        device_spec=device_spec, solve_s=solve_s,
+    )  # fmt: skip
     limit = resolve_budget(budget)
     parts = split_batch(args, kwargs or {}, num_microbatches)
     runtime = Pipeline(model, parts, loss_fn, loss_weight, device or _device_of(model))
-    request = Request(num_stages, num_microbatches, limit, schedule, planner, stage_planner, device_spec, solve_s)
+    request = Request(
+        num_stages, num_microbatches, limit, schedule, planner, stage_planner, device_spec, solve_s,
+        checked.tiers, offload_dir,
+    )  # fmt: skip
     batch = [t for t in compat.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(t, Tensor)]
     return PlannedPipeline(Driver(runtime, request, batch, model, optimizer).run(), runtime)
 
 
-def _check(
-    num_stages: int, num_microbatches: int, schedule: str, planner: str, loss_fn: object, args: object
-) -> None:
+def _check(num_stages: int, num_microbatches: int, schedule: str, planner: str, args: object) -> None:
     """Raises OptionError naming the choices."""
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
@@ -112,11 +119,8 @@ def _check(
         raise OptionError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if planner not in PLANNERS:
         raise OptionError(f"unknown pipeline planner {planner!r}: choose one of {', '.join(PLANNERS)}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(f"loss_fn must be callable, not {type(loss_fn).__name__}")
 
 
 def _device_of(model: nn.Module) -> torch.device:
     tensors = (*model.parameters(), *model.buffers())
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxmem import compat
 from fxmem.analysis import cost
 from fxmem.analysis.devices import device_spec
+from fxmem.doctor import machine
 from fxmem.errors import BudgetInfeasible, FxmemError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.passes.stage_split import StageGraph
@@ -33,7 +34,8 @@ from fxmem.pipelining.schedules import Schedule, gpipe, one_f_one_b, one_f_one_b
 from fxmem.planners import Options
 from fxmem.resident import optimizer_bytes, storage_bytes
 from fxmem.runtime.pipeline import Pipeline
-from fxmem.schedule import Action
+from fxmem.schedule import Action, Machine
+from fxmem.schedule.actions import Tier
 from fxmem.units import format_bytes
 
 LINKS = {"cpu": Link(1e-4, 2e9), "cuda": Link(20e-6, 25e9)}
@@ -58,13 +60,15 @@ class Request:
     stage_planner: str
     device_spec: str | Path | None
     solve_s: float | None
+    tiers: tuple[Tier, ...] = ()
+    offload_dir: str | Path | None = None
 
 
 @dataclass(frozen=True)
 class StageResult:
     """One stage. `cut`: the op it begins with; `peak_bytes`: of its rank; `busy_s`: seconds of one microbatch, of which
-    `extra_s` recomputing; `saved_bytes`: held by each of `in_flight` microbatches; `static_bytes`: parameters and
-    buffers.
+    `extra_s` recomputing or waiting for transfers of `moved_bytes`; `saved_bytes`: held by each of `in_flight`
+    microbatches; `static_bytes`: parameters and buffers.
     """
 
     index: int
@@ -78,6 +82,7 @@ class StageResult:
     in_flight: int
     busy_s: float
     extra_s: float
+    moved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ class PipelineResult:
             lines.append(
                 f"  stage {s.index} on rank {s.rank}, from {s.cut}: peak {format_bytes(s.peak_bytes)}, parameters "
                 f"{format_bytes(s.static_bytes)}, {s.in_flight} x {format_bytes(s.saved_bytes)} in flight, "
-                f"{s.busy_s:.4f} s a microbatch ({s.extra_s:.4f} s of it again)"
+                f"{s.busy_s:.4f} s a microbatch ({s.extra_s:.4f} s of it again or waiting)"
+                + (f", {format_bytes(s.moved_bytes)} moved" if s.moved_bytes else "")
             )
         return "\n".join(lines)
 
@@ -174,6 +180,7 @@ class Driver:
             return actions[graph.index] if _targets(graph) == targets[graph.index] else None
 
         self.runtime.plan_stage = plan_stage
+        self.runtime.offload_dir = self.request.offload_dir
 
     def _decide(self) -> tuple[PipelineResult, Any]:
         started = self._started = time.perf_counter()
@@ -185,7 +192,7 @@ class Driver:
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, self._program, self._static_bytes, most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
-        options = Options(solve_s=request.solve_s or 0.5)
+        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine(stages))
         self._realiser = Realiser(
             self.runtime, self._program, self._beside, self._cluster, request.stage_planner, options, limit_s
         )
@@ -194,6 +201,15 @@ class Driver:
         rows = found.schedule.as_csv_rows()
         actions = [stage.actions for stage in found.stages]
         return result, (found.positions, rows, found.schedule.device_of, actions)
+
+    def _machine(self, num_stages: int) -> Machine:
+        """Links of the tiers; their room is shared by everything that may be in flight."""
+        request = self.request
+        if not request.tiers:
+            return Machine()
+        found = machine(request.tiers, request.offload_dir, request.device_spec)
+        share = num_stages * request.num_microbatches
+        return Machine(found.links, {tier: room // share for tier, room in found.capacity_bytes.items()})
 
     def _is_cpu(self) -> bool:
         spec = self.request.device_spec
@@ -254,9 +270,7 @@ class Driver:
             )
         cuts: tuple[int, ...] = ()
         if request.planner != "auto" and request.schedule not in TWO_STAGES:
-            cuts = plan_pipeline(
-                problem.chain, problem.cluster, request.num_microbatches, planner=request.planner
-            ).cuts
+            cuts = plan_pipeline(problem.chain, problem.cluster, request.num_microbatches, planner=request.planner).cuts
         return plan_fixed(problem, self._fixed(), cuts)
 
     def _fixed(self) -> Schedule:
@@ -348,6 +362,7 @@ class Driver:
                 in_flight=count,
                 busy_s=planned.forward_s + planned.backward_s,
                 extra_s=planned.extra_s,
+                moved_bytes=planned.moved_bytes,
             )
             for graph, planned, count in zip(runtime.stage_graphs, found.stages, found.in_flight, strict=True)
         )
@@ -360,5 +375,3 @@ class Driver:
 
 def _targets(graph: StageGraph) -> list[str]:
     return [str(node.target) for node in graph.joint.nodes]
-
-

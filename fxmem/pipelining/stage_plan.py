@@ -1,4 +1,4 @@
-"""One stage's own graph under its share of a device: what to recompute so that n microbatches in flight fit.
+"""One stage's own graph under its share of a device: what to recompute or offload so that n microbatches in flight fit.
 
 Any planner of the registry serves. It sees the stage with its messages as values that come and go (`lane_program`) and
 with a limit on what crosses the start of backward, which is paid once for every microbatch in flight.
@@ -13,6 +13,7 @@ from functools import cached_property
 
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Op, Program, Region
+from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
 from fxmem.planners.problem import reduce_program
@@ -30,7 +31,8 @@ SPEND_S = 6.0
 @dataclass(frozen=True)
 class StageActions:
     """How a stage runs. `saved_bytes`: from forward to backward; `peak_bytes`: of one microbatch; `extra_s`: seconds of
-    recomputation; `forward_s`, `backward_s`: of one microbatch, recomputation included. Parameters don't count.
+    recomputation and of waiting for transfers; `forward_s`, `backward_s`: of one microbatch, those included;
+    `moved_bytes`: to and from a tier. Parameters don't count.
     """
 
     actions: tuple[Action, ...]
@@ -39,6 +41,7 @@ class StageActions:
     forward_s: float
     backward_s: float
     extra_s: float
+    moved_bytes: int
 
     def need_bytes(self, in_flight: int) -> int:
         return (in_flight - 1) * self.saved_bytes + self.peak_bytes
@@ -48,7 +51,8 @@ class StagePlanner:
     """Plans one stage; what was found is kept."""
 
     def __init__(self, graph: StageGraph, program: Program, planner: str, options: Options) -> None:
-        self._solve, self._options = get_planner(planner), options
+        pinned = _pinned(graph, program) if options.tiers else frozenset()
+        self._solve, self._options = get_planner(planner), replace(options, pinned=pinned)
         self._lane, self._original = lane_program(program, graph)
         self._inputs = {op.index for op in program.ops if op.is_input}
         self._base_bytes = reduce_program(self._lane).base_bytes
@@ -123,16 +127,17 @@ class StagePlanner:
             yield self._figures(solution.actions)
 
     def _figures(self, actions: Sequence[Action]) -> StageActions:
-        result = simulate(self._lane, actions)
+        result = simulate(self._lane, actions, self._options.machine)
         boundary = actions.index(StartBackward())
-        forward_s = sum(s.end_s - s.start_s for s in result.spans if s.step < boundary)
+        forward_s = max((s.end_s for s in result.spans if s.step < boundary and s.stream == "compute"), default=0.0)
         return StageActions(
             tuple(self._translated(actions)),
             int(result.bytes_at[boundary]) - self._base_bytes,
             result.peak_bytes - self._base_bytes,
             forward_s,
-            result.compute_s - forward_s,
-            result.recompute_s,
+            result.seconds - forward_s,
+            result.recompute_s + result.stall_s,
+            result.bytes_moved,
         )
 
     def _translated(self, actions: Sequence[Action]) -> Iterator[Action]:
@@ -190,6 +195,14 @@ def lane_program(program: Program, graph: StageGraph) -> tuple[Program, tuple[in
     static = tuple(place[i] for i in program.static)
     lane = replace(program, ops=tuple(ops), forward_outputs=(), backward_outputs=(), static=static, graph="")
     return lane, tuple(original)
+
+
+def _pinned(graph: StageGraph, program: Program) -> frozenset[int]:
+    """Storages that may not be offloaded. What was received may, unless it is passed on."""
+    received = {s for op in program.ops if op.name in set(graph.receives) for s in op.storages}
+    outputs = (*program.forward_outputs, *program.backward_outputs)
+    returned = {s for index in outputs for s in program.ops[index].storages}
+    return frozenset(why_not_offloadable(graph.joint, program, min_bytes=1)) - (received - returned)
 
 
 def _with_boundary(lane: Program, workspace_bytes: int) -> Program:

@@ -5,8 +5,10 @@ Every rank builds the same Pipeline (capture is deterministic and runs nothing) 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from fxmem import compat
 from fxmem.capture import JointGraph, capture
 from fxmem.capture.loss import WithLoss
 from fxmem.errors import OptionError
+from fxmem.passes.offload import open_transfers
 from fxmem.passes.stage_split import CutError, Cuts, StageGraph, split_stages
 from fxmem.runtime.pipeline_batch import LossWeight, Microbatch, Signature, split_batch
 from fxmem.runtime.pipeline_code import PlanStage, StageCode, stage_program
@@ -53,6 +56,7 @@ class Pipeline:
     """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects.
 
     `joint`: the graph of the first microbatch, captured on `device`. `cut` comes before everything else.
+    `plan_stage`: see `PlanStage`. `offload_dir`: folder of what stages offload to disk (default: the system's).
     """
 
     stage_graphs: tuple[StageGraph, ...]
@@ -70,6 +74,7 @@ class Pipeline:
         self.num_microbatches, self.loss_weight = len(parts), loss_weight
         self.schedule_name = ""
         self.plan_stage: PlanStage | None = None
+        self.offload_dir: str | Path | None = None
         self._values = _tensors_of(model)  # until stages are made, then only what no state dict holds
         self._skeleton = skeleton_of(model)
         self._names = Names(self._skeleton)
@@ -196,8 +201,11 @@ class Pipeline:
                 joint = self._capture(part, training)
                 self._graphs[key[:2]] = split_stages(joint, self._anchors.cuts_in(joint))
             graph = self._graphs[key[:2]][index]
-            actions = self.plan_stage(graph, stage_program(graph)) if self.plan_stage and training else None
-            self._codes[key] = StageCode(graph, actions)
+            program = stage_program(graph)
+            actions = self.plan_stage(graph, program) if self.plan_stage and training else None
+            transfers = open_transfers(program, actions or (), self.offload_dir)
+            self._codes[key] = StageCode(graph, actions, transfers.key)
+            weakref.finalize(self._codes[key], transfers.close)
         return self._codes[key]
 
     def _move(self, device: torch.device) -> None:

@@ -32,13 +32,16 @@ def stage_program(graph: StageGraph) -> Program:
 
 
 class StageCode:
-    """Boxed callables of one stage; every list of arguments is emptied as they are used."""
+    """Boxed callables of one stage; every list of arguments is emptied as they are used.
 
-    def __init__(self, graph: StageGraph, actions: Sequence[Action] | None = None) -> None:
+    `runtime`: key of the engine that moves what `actions` offload; with 0 such a stage can be looked at, not run.
+    """
+
+    def __init__(self, graph: StageGraph, actions: Sequence[Action] | None = None, runtime: int = 0) -> None:
         self.graph = graph
         self.program = stage_program(graph)
         self.actions = tuple(actions if actions is not None else baseline_actions(reduce_program(self.program)))
-        self._lowered: Lowered = lower(rewrite(graph.joint, self.program, self.actions))
+        self._lowered: Lowered = lower(rewrite(graph.joint, self.program, self.actions, runtime))
         self._modules: dict[str, fx.GraphModule] = {}
 
     @property

@@ -20,11 +20,15 @@ from fxmem import compat
 from fxmem.ir.program import Program
 from fxmem.passes.emit import META
 from fxmem.passes.split_backward import PART
+from fxmem.runtime import ops as _ops  # noqa: F401  (defines fxmem::offload and the others)
 from fxmem.runtime.pipeline_code import StageCode
 from fxmem.runtime.pipeline_params import can_keep
 from fxmem.runtime.pipeline_sink import deliver, storage_keys
 from fxmem.runtime.pipeline_transfers import Arrivals, Message, Row
 from fxmem.units import align_up
+
+_HANDLES = (torch.ops.fxmem.offload.default, torch.ops.fxmem.free.default)
+"""Their results are a few bytes of the interpreter's, and not the device's."""
 
 Held: TypeAlias = tuple[int, int, int]
 """(stage, microbatch, storage)."""
@@ -168,6 +172,8 @@ class StageBytes:
     def _note_size(self, node: fx.Node) -> None:
         """Note the sizes of the storages of `node`: what the program says, which may know the allocator's truth."""
         keys = list(dict.fromkeys(storage_keys(node)))
+        if node.target in _HANDLES:
+            self.sizes |= dict.fromkeys(keys, 0)
         op = self._op(node)
         made = self._program.allocates(op) if op is not None else ()
         new = [key for key in keys if key not in self.sizes]
