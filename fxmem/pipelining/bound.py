@@ -25,18 +25,38 @@ def lower_bound_s(
 ) -> float:
     """Seconds that no step can beat; infinite if no contiguous cut fits.
 
-    `split` allows dI/dW splitting, `interleaved` several stages per device (then only the work and the path of one
-    microbatch count).
+    `split` allows dI/dW splitting, `interleaved` several stages per device, wherever they are (and any split).
     """
     if interleaved:
-        work = float(chain.columns["total_s"].sum())
-        return max(num_microbatches * work / cluster.num_devices, work)
+        return _anywhere_s(chain, cluster, num_microbatches, Curves(chain, recompute)) * (1 - 1e-9)
     bound = _Bound(chain, cluster, num_microbatches, recompute, split)
     best = np.full(len(chain) + 1, np.inf)
     best[0] = 0.0
     for stage in range(cluster.num_devices):
         best = np.minimum.reduce(np.maximum(best[:-1, None], bound.stage(stage)), axis=0)
     return float(best[-1]) * (1 - 1e-9)
+
+
+def _anywhere_s(chain: Chain, cluster: Cluster, num: int, curves: Curves) -> float:
+    """The bound with stages anywhere: all devices' work, all devices' bytes over time, one microbatch's path.
+
+    What a block saves, and its input, stand from the end of its forward to the end of its input gradient: through the
+    work of all later blocks. Fractions of options at most make that cheaper, so the blocks' steps are taken in order of
+    seconds per byte and second held.
+    """
+    columns, blocks = chain.columns, np.arange(len(chain))
+    passing = columns["forward_s"] + columns["backward_input_s"]
+    held_s = passing.sum() - np.cumsum(passing) + columns["backward_input_s"]
+    x_in = np.concatenate([[0.0], curves.output_bytes[:-1]])
+    levels = curves.levels(blocks, np.maximum(held_s, 1e-30))[: len(curves.cumulated(blocks))]
+    saved, extra = curves.option_bytes[blocks, levels], curves.option_s[blocks, levels].sum(axis=1)
+    room = cluster.num_devices * cluster.memory_bytes - columns["static_bytes"].sum() - num * chain.input_bytes
+    if room <= 0:
+        return float("inf")
+    path = float(columns["forward_s"].sum() + columns["backward_input_s"].sum())
+    work = num * (columns["total_s"].sum() + extra) / cluster.num_devices
+    area = num * ((saved + x_in) * held_s).sum(axis=1) / room
+    return max(path, float(_least_of_both(work, area)))
 
 
 class _Bound:

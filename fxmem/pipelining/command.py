@@ -99,5 +99,3 @@ def _memory_of(spec: str | None) -> int | None:
 def _host_peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-

@@ -299,14 +299,17 @@ class Evaluator:
 
 
 def least_step_s(costs: Sequence[StageCost], maker: ScheduleMaker, cluster: Cluster) -> float:
-    """A quick lower bound on the step with one stage per device; 0 for other placements.
+    """A quick lower bound on the step: the busiest device's work; with one stage per device its place in the line too.
 
     Whole backwards: lead plus work, and a stage with n microbatches in flight starts forward k + n only after backward
     k, which takes a round trip. Split backwards: the lead of forwards plus the stage's work.
     """
     in_flight = getattr(maker, "in_flight", ())
     if len(in_flight) != len(costs):
-        return 0.0
+        loads = [0.0] * cluster.num_devices
+        for device, cost in zip(maker.device_of, costs, strict=True):
+            loads[device] += cost.forward_s + cost.backward_s
+        return maker.num_microbatches * max(loads) * (1 - 1e-9)
     links = [
         cluster.between(s, s + 1).seconds(c.output_bytes) + cluster.between(s + 1, s).seconds(c.output_bytes)
         for s, c in enumerate(costs[:-1])

@@ -19,7 +19,7 @@ from fxmem.pipelining.chain import Block, Chain, Option, lower_hull
 from fxmem.planners.chain_blocks import choose_cuts, crossing_bytes
 from fxmem.planners.problem import Problem, reduce_program
 
-_NEAR, _WIDE = 4, 3
+_NEAR, _WIDE, _USUAL = 4, 3, 1.1
 _LEAST_S = 1e-9
 """Seconds of a block in which nothing runs."""
 
@@ -56,20 +56,28 @@ def _positions(joint: JointGraph, problem: Problem, most_blocks: int) -> tuple[i
     """First ops after the narrowest kernels, evenly over the time of forward; wide places are left out.
 
     A place is wide if there are much narrower ones near it on both sides: what crosses there is about the same, with
-    the inner values of a layer on top.
+    the inner values of a layer on top. If all places as narrow as the usual one (both halves of every layer of a
+    transformer) are at most twice `most_blocks`, they are taken instead: even cuts need the smallest pieces there are.
     """
     ops = [i for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
     kernels, crossing = choose_cuts(problem, problem.num_forward), crossing_bytes(problem)
     width = [int(crossing[kernel]) for kernel in kernels]
     done_s = np.cumsum(problem.seconds[: problem.num_forward])
     best: dict[int, tuple[int, int]] = {}
+    places: list[tuple[int, int]] = []
     for k, kernel in enumerate(kernels):
         sides = width[max(0, k - _NEAR) : k], width[k + 1 : k + 1 + _NEAR]
         if not all(side and _WIDE * min(side) <= width[k] for side in sides):
             share = float(done_s[kernel] / done_s[-1]) if done_s[-1] else kernel / problem.num_forward
             part = min(int(share * most_blocks), most_blocks - 1)
-            best[part] = min(best.get(part, (width[k], kernel)), (width[k], kernel))
-    found = {int(problem.kernel_op[kernel]) + 1 for _, kernel in best.values()}
+            places.append((width[k], kernel))
+            best[part] = min(best.get(part, places[-1]), places[-1])
+    chosen = list(best.values())
+    usual = float(np.median([wide for wide, _ in chosen])) if chosen else 0.0
+    narrow = [place for place in places if place[0] <= _USUAL * usual]
+    if len(chosen) < len(narrow) <= 2 * most_blocks:
+        chosen = narrow
+    found = {int(problem.kernel_op[kernel]) + 1 for _, kernel in chosen}
     return tuple(sorted(p for p in found if ops and ops[0] < p <= ops[-1]))
 
 

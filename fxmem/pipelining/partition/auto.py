@@ -14,8 +14,9 @@ import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.pipelining.bound import lower_bound_s
-from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule, OneFOneBN, ScheduleMaker, ZeroBubble
+from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule, OneFOneBN, ZeroBubble
 from fxmem.pipelining.partition.base import Clock, Problem, finish
+from fxmem.pipelining.partition.fixed import search_cuts, starts_for
 from fxmem.pipelining.partition.layers import cuts_by
 from fxmem.pipelining.partition.mcap import mcap_cuts
 from fxmem.pipelining.partition.polish import polish
@@ -23,7 +24,6 @@ from fxmem.pipelining.partition.proposals import (
     ALPHAS,
     Proposal,
     Times,
-    balanced,
     in_flight_of,
     least_memory,
     min_max,
@@ -34,7 +34,9 @@ from fxmem.pipelining.partition.search import State, improve
 from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.schedules import torch_schedule
 
-SCHEDULES = ("1f1b-n", "zero-bubble", "interleaved")
+TWO_STAGES = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
+"""torch's schedules that give every device two stages."""
+SCHEDULES = ("1f1b-n", "zero-bubble", *TWO_STAGES)
 
 
 class Found(NamedTuple):
@@ -49,7 +51,7 @@ class Effort:
     num_starts: int = 4
     max_tries: int = 3000
     zero_bubble_tries: int = 150
-    interleaved_tries: int = 60
+    two_stage_tries: int = 400
 
 
 def plan_auto(
@@ -87,8 +89,8 @@ def _plan(problem: Problem, schedules: Sequence[str], effort: Effort) -> Pipelin
     best = joint.candidate.step_s if found and joint else float("inf")
     if "zero-bubble" in schedules:
         found += _zero_bubble(problem, evaluator, joint, effort, best)
-    if "interleaved" in schedules:
-        found += _interleaved(problem, evaluator, effort, min([best, *(c.step_s for c in found)]))
+    for name in (name for name in TWO_STAGES if name in schedules):
+        found += _two_stages(problem, evaluator, name, effort, min([best, *(c.step_s for c in found)]))
     candidate = min(found, key=lambda c: c.step_s, default=None)
     plan = finish("auto", problem, evaluator, candidate, clock)
     return replace(plan, bound_s=min(_bounds(problem, schedules)), solve_s=clock())
@@ -96,10 +98,10 @@ def _plan(problem: Problem, schedules: Sequence[str], effort: Effort) -> Pipelin
 
 def _bounds(problem: Problem, schedules: Sequence[str]) -> Iterator[float]:
     """Bounds of the classes searched: the gap covers every one of them."""
-    for name in schedules:
+    for split, two in {(name == "zero-bubble", name in TWO_STAGES) for name in schedules}:
         yield lower_bound_s(
             problem.chain, problem.cluster, problem.num_microbatches, recompute=problem.recompute,
-            split=name == "zero-bubble", interleaved=name == "interleaved",
+            split=split, interleaved=two,
         )  # fmt: skip
 
 
@@ -210,34 +212,15 @@ def _forward_lead_cuts(problem: Problem) -> Cuts:
     return min_max(lead + problem.num_microbatches * (work[None, :] - work[:-1, None]), problem.cluster.num_devices)
 
 
-def _interleaved(problem: Problem, evaluator: Evaluator, effort: Effort, cutoff_s: float) -> list[Candidate]:
-    """Two stages per device in torch's interleaved order: equal-time cuts, improved by shifting."""
-    num, count = problem.cluster.num_devices, problem.num_microbatches
+def _two_stages(problem: Problem, evaluator: Evaluator, name: str, effort: Effort, cutoff_s: float) -> list[Candidate]:
+    """Two stages per device in torch's order of that name; nothing where torch or the chain can't."""
+    num = problem.cluster.num_devices
     if num < 2 or len(problem.chain) < 2 * num:
         return []
     try:
-        maker = FixedSchedule(torch_schedule("interleaved", num, count, 2))
+        schedule = torch_schedule(name, num, problem.num_microbatches, 2)
     except OptionError:
         return []
-    start = balanced(problem.chain.columns["total_s"], 2 * num)
-    best = evaluator.evaluate(start, maker, rounds=4)
-    if best is None:
-        start = _level_memory(problem, evaluator, maker)
-        best = evaluator.evaluate(start, maker, rounds=4) if start else None
-    if best is None or best.step_s > 1.15 * cutoff_s:
-        return [best] if best else []
-
-    def same(_: tuple[int, ...]) -> ScheduleMaker:
-        return maker
-
-    candidate, _ = improve(evaluator, best, (start, ()), same, max_tries=effort.interleaved_tries, most_in_flight=0)
-    return [candidate]
-
-
-def _level_memory(problem: Problem, evaluator: Evaluator, maker: FixedSchedule) -> Cuts:
-    """Equal cuts by a mix of seconds and static bytes, for chains whose weights sit at one end."""
-    columns = problem.chain.columns
-    share = columns["total_s"] / columns["total_s"].sum() + columns["static_bytes"] / max(
-        columns["static_bytes"].sum(), 1.0
-    )
-    return balanced(np.asarray(share), maker.schedule.num_stages)
+    starts = starts_for(problem, evaluator, schedule)
+    found = search_cuts(evaluator, FixedSchedule(schedule), starts, effort.two_stage_tries, cutoff_s)
+    return [found] if found else []

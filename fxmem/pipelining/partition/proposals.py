@@ -56,14 +56,24 @@ def min_max(cost: FloatArray | Sequence[FloatArray], num_stages: int) -> Cuts:
     """Cuts minimising the largest stage cost; `cost` is [L, L + 1], one for all stages or one per stage. () if none
     fits.
     """
+    return _least(cost, num_stages, np.maximum, -np.inf)
+
+
+def least_squares(cost: FloatArray | Sequence[FloatArray], num_stages: int) -> Cuts:
+    """Cuts minimising the sum of squared stage costs, so that the stages below the largest are even too."""
+    squares = cost**2 if isinstance(cost, np.ndarray) else [table**2 for table in cost]
+    return _least(squares, num_stages, np.add, 0.0)
+
+
+def _least(cost: FloatArray | Sequence[FloatArray], num_stages: int, joined: np.ufunc, nothing: float) -> Cuts:
     tables = [cost] * num_stages if isinstance(cost, np.ndarray) else list(cost)
     length = tables[0].shape[0]
     upper = np.arange(length + 1)[None, :] <= np.arange(length)[:, None]
     best = np.full(length + 1, np.inf)
-    best[0] = -np.inf
+    best[0] = nothing
     parents = []
     for table in tables:
-        through = np.where(upper, np.inf, np.maximum(best[:-1, None], table))
+        through = np.where(upper, np.inf, joined(best[:-1, None], table))
         parents.append(through.argmin(axis=0))
         best = through.min(axis=0)
     return _trace(parents, length) if np.isfinite(best[length]) else ()

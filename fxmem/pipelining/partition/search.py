@@ -45,7 +45,7 @@ def improve(
 
 def _neighbours(state: State, length: int, most: int) -> Iterator[State]:
     cuts, counts = state
-    moved = list(_moved_cuts(cuts, length))
+    moved = list(moved_cuts(cuts, length))
     changed = list(_changed_counts(counts, most))
     singles = set(_single_shifts(cuts, (1,)))
     for other in moved:
@@ -59,7 +59,7 @@ def _neighbours(state: State, length: int, most: int) -> Iterator[State]:
             yield other, vector
 
 
-def _moved_cuts(cuts: Cuts, length: int) -> Iterator[Cuts]:
+def moved_cuts(cuts: Cuts, length: int) -> Iterator[Cuts]:
     """Ranges of inner boundaries by one (by more on long chains), single ones by two."""
     strides = sorted({1, max(1, length // 40)}, reverse=True)
     inner = len(cuts) - 2
