@@ -18,7 +18,8 @@ import fxmem
 from bench.common import Row, relative_error
 from bench.pipeline_ranks import run_ranks
 from fxmem.errors import BudgetInfeasible
-from fxmem.pipelining.driver import Driver, PipelineResult, Request
+from fxmem.pipelining.driver import Driver, PipelineResult
+from fxmem.pipelining.model_plan import Request
 from fxmem.runtime.pipeline import Pipeline
 from fxmem.runtime.pipeline_batch import split_batch
 from fxmem.runtime.pipeline_stage import Stage
@@ -118,8 +119,8 @@ def _planned(
     runtime: Pipeline, model: nn.Module, batch: tuple[Tensor, ...], num_ranks: int, schedule: str
 ) -> PipelineResult:
     def under(budget: int | None) -> PipelineResult:
-        request = Request(num_ranks, NUM_MICROBATCHES, budget, schedule, "auto", "auto", None, SOLVE_S)
-        return Driver(runtime, request, batch, model, sgd(list(model.parameters()))).run()
+        request = Request(num_ranks, (NUM_MICROBATCHES,), budget, schedule, "auto", "auto", None, SOLVE_S)
+        return Driver(lambda _: runtime, request, batch, model, sgd(list(model.parameters()))).run()
 
     try:
         return under(int(SHARE * max(under(None).peak_bytes)))

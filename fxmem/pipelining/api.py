@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fxmem import compat
 from fxmem.errors import OptionError
 from fxmem.options import settings
-from fxmem.pipelining.driver import Driver, PipelineResult, Request
+from fxmem.pipelining.driver import Driver, PipelineResult
+from fxmem.pipelining.model_plan import Request
 from fxmem.pipelining.registry import PLANNERS
 from fxmem.runtime.pipeline import Pipeline
 from fxmem.runtime.pipeline_batch import LossWeight, split_batch
@@ -62,7 +63,7 @@ def pipeline(
     budget: Budget = None,
     *,
     num_stages: int,
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     schedule: str = "auto",
     planner: str = "auto",
@@ -81,8 +82,9 @@ def pipeline(
     `model(*args, **kwargs)` returns a scalar loss first; or `loss_fn(model(*args[:-1], **kwargs), args[-1])` does.
     `args`: one whole batch (real, fake or meta), batch dimension first; it is split into `num_microbatches`. `budget`:
     bytes a device ("6GiB", an int), a fraction of the largest rank's peak with nothing recomputed under 1F1B, "min", or
-    None. `schedule`: "auto" (1F1B-n or zero-bubble, whichever is faster), "1f1b-n", "zero-bubble" or one of torch's by
-    name; interleaved and V-shaped ones give every device two stages. `planner`: how to cut
+    None. `num_microbatches`: chosen where it is left out. `schedule`: "auto" (the fastest of 1F1B-n, zero-bubble,
+    interleaved with whole or split backwards, ZBV and DualPipeV), "1f1b-n", "zero-bubble" or one of torch's by name;
+    interleaved and V-shaped ones give every device two stages. `planner`: how to cut
     (`fxmem.pipelining.registry`); `stage_planner`: how each stage recomputes, `solve_s` seconds at most per try.
     `optimizer`: its state counts. `device`: what the stages run on (default: where the model is). `device_spec`: plan
     for that device, not this one. `tiers`: where stages may offload saved tensors to ("host", "disk", several of them,
@@ -98,21 +100,39 @@ def pipeline(
         device_spec=device_spec, solve_s=solve_s,
     )  # fmt: skip
     limit = resolve_budget(budget)
-    parts = split_batch(args, kwargs or {}, num_microbatches)
-    runtime = Pipeline(model, parts, loss_fn, loss_weight, device or _device_of(model))
+    batch = [t for t in compat.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(t, Tensor)]
+    counts = (num_microbatches,) if num_microbatches else microbatch_counts(batch, num_stages)
+
+    def make(count: int) -> Pipeline:
+        parts = split_batch(args, kwargs or {}, count)
+        return Pipeline(model, parts, loss_fn, loss_weight, device or _device_of(model))
+
     request = Request(
-        num_stages, num_microbatches, limit, schedule, planner, stage_planner, device_spec, solve_s,
+        num_stages, counts, limit, schedule, planner, stage_planner, device_spec, solve_s,
         checked.tiers, offload_dir,
     )  # fmt: skip
-    batch = [t for t in compat.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(t, Tensor)]
-    return PlannedPipeline(Driver(runtime, request, batch, model, optimizer).run(), runtime)
+    driver = Driver(make, request, batch, model, optimizer)
+    return PlannedPipeline(driver.run(), driver.runtime)
 
 
-def _check(num_stages: int, num_microbatches: int, schedule: str, planner: str, args: object) -> None:
+def microbatch_counts(batch: Sequence[Tensor], num_stages: int) -> tuple[int, ...]:
+    """The numbers of equal microbatches to choose from: divisors of the batch's rows, 4, 2, 8 and 1 a stage or the next
+    smaller ones. Raises OptionError where nothing has a batch dimension.
+    """
+    rows = next((t.shape[0] for t in batch if t.dim()), 0)
+    if not rows:
+        raise OptionError("the arguments hold no tensor with a batch dimension")
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return tuple(dict.fromkeys(max(n for n in divisors if n <= times * num_stages) for times in (4, 2, 8, 1)))
+
+
+def _check(num_stages: int, num_microbatches: int | None, schedule: str, planner: str, args: object) -> None:
     """Raises OptionError naming the choices."""
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
     for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if value is None and name == "num_microbatches":
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} must be a positive number, not {value!r}")
     if schedule not in SCHEDULES:

@@ -27,7 +27,7 @@ OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 @click.command()
 @click.argument("model", default="llama-70b")
 @click.option("--num-stages", type=int, default=4, show_default=True, help="devices")
-@click.option("--num-microbatches", type=int, default=8, show_default=True)
+@click.option("--num-microbatches", type=int, help="default: chosen")
 @click.option("--budget", help='bytes a device, "6GiB", a fraction, or "min" (default: --device\'s memory)')
 @click.option("--device", "device_spec", help="plan for a device that is not here: a preset or a JSON file")
 @click.option("--schedule", default="auto", show_default=True)
@@ -35,13 +35,13 @@ OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, help="of a configuration's parameters")
 @click.option("--sequence", type=int, default=4096, show_default=True, help="tokens a row, for a configuration")
-@click.option("--batch", type=int, help="rows, for a configuration (default: one a microbatch)")
+@click.option("--batch", type=int, help="rows, for a configuration (default: one a microbatch, 4 a stage)")
 @click.option("--solve-s", type=float, help="time limit of one stage's planner, seconds")
 @click.option("--size", type=click.Choice(["tiny", "small"]), default="small", show_default=True, help="of a zoo model")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document")
 def pipeline(
-    model: str, num_stages: int, num_microbatches: int, budget: str | None, device_spec: str | None, optimizer: str,
-    dtype: str, sequence: int, batch: int | None, size: str, as_json: bool, **options: Any,
+    model: str, num_stages: int, num_microbatches: int | None, budget: str | None, device_spec: str | None,
+    optimizer: str, dtype: str, sequence: int, batch: int | None, size: str, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Cut MODEL over devices and plan each stage's memory; runs nothing.
 
@@ -54,7 +54,7 @@ def pipeline(
     started = time.perf_counter()
     if model in CONFIGS or model.endswith(".json"):
         config = CONFIGS.get(model) or json.loads(Path(model).read_text())
-        module, args = from_config(config, dtype, batch or num_microbatches, sequence)
+        module, args = from_config(config, dtype, batch or num_microbatches or 4 * num_stages, sequence)
     else:
         module, args = load_model(model, size)
     limit = parse_budget(budget) if budget is not None else _memory_of(device_spec)

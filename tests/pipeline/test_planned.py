@@ -11,6 +11,7 @@ from fxmem.capture import capture
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.passes.stage_split import CutError, split_stages
+from fxmem.pipelining.api import microbatch_counts
 from fxmem.pipelining.model_chain import model_chain
 from fxmem.pipelining.stage_plan import StagePlanner, lane_program
 from fxmem.planners import Options
@@ -82,6 +83,30 @@ def test_tighter_budgets_take_longer_and_hold() -> None:
     assert tight.budget_bytes is not None
     assert max(tight.peak_bytes) <= tight.budget_bytes < max(roomy.peak_bytes)
     assert tight.step_s > roomy.step_s
+
+
+def test_schedule_and_number_of_microbatches_are_chosen_together() -> None:
+    found = pipeline(num_microbatches=None)
+    plan, tried = found.plan, found.plan.tried
+    assert {t.num_microbatches for t in tried} == {8, 4, 2}, "rows: 8; 4, 2 and 1 a stage"
+    assert {t.schedule for t in tried} == {"1f1b-n", "zero-bubble", "interleaved", "interleaved-zb", "zbv", "dualpipev"}
+    assert found.runtime.num_microbatches == plan.num_microbatches
+    best = min((t for t in tried if t.step_s is not None), key=lambda t: t.step_s or 0.0)
+    assert plan.step_s >= best.step_s * 0.9, "the chain's promise is about what the stages do"
+    assert "chosen from" in str(plan)
+    fixed = pipeline(num_microbatches=4, schedule="1f1b").plan
+    assert [(t.schedule, t.num_microbatches) for t in fixed.tried] == [("1f1b", 4)], "what is named stays"
+
+
+def test_the_numbers_of_microbatches_to_choose_from() -> None:
+    rows = [torch.zeros(()), torch.zeros(96, 3)]
+    assert microbatch_counts(rows, 4) == (16, 8, 32, 4)
+    assert microbatch_counts(rows, 5) == (16, 8, 32, 4), (
+        "equal microbatches: the next smaller divisors of 20, 10, 40, 5"
+    )
+    assert microbatch_counts([torch.zeros(3)], 8) == (3,)
+    with pytest.raises(OptionError, match="no tensor with a batch dimension"):
+        microbatch_counts([torch.zeros(())], 2)
 
 
 def test_optimizer_state_counts() -> None:

@@ -52,6 +52,16 @@ def starts_for(problem: Problem, evaluator: Evaluator, schedule: Schedule) -> li
     return [cuts for cuts in dict.fromkeys(made) if cuts]
 
 
+def leanest(problem: Problem, schedule: Schedule) -> Cuts:
+    """Of the starts, the one whose largest device needs least with everything recomputed."""
+    evaluator, maker = problem.evaluator(), FixedSchedule(schedule)
+
+    def need(cuts: Cuts) -> float:
+        return max(float(device.need.min()) for device in evaluator.devices(cuts, maker))
+
+    return min(starts_for(problem, evaluator, schedule), key=need)
+
+
 def search_cuts(
     evaluator: Evaluator, maker: FixedSchedule, starts: list[Cuts], max_tries: int, cutoff_s: float = float("inf")
 ) -> Candidate | None:
