@@ -188,15 +188,27 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile` with its own set of compiled entries, where torch can do that.
+    """`torch.compile` with its own set of compiled entries.
 
-    Otherwise several compilations of one model (a sweep over budgets) share one recompile limit, after which
-    Dynamo falls back to eager: that is, runs over the budget without a word.
+    Otherwise several compilations of one model (a sweep over budgets), in torch 2.11 and 2.12 even of different models,
+    share one recompile limit, after which Dynamo falls back to eager: that is, runs over the budget without a word.
     """
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
+    else:
+        function = _with_own_code(function)
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
     return compiled
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `function`, with a code object of its own: Dynamo keeps compiled entries by code object."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    step.__code__ = step.__code__.replace()
+    return step
 
 
 @contextlib.contextmanager
@@ -253,7 +265,7 @@ def cpu_memory_deltas(function: Callable[[], Any]) -> tuple[Any, list[int]]:
     """Run `function`: its result, and the bytes of each allocation (> 0) and release (< 0) on the CPU, in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes two lines to stderr a session
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = function()
     events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
     on_cpu = [(e.start_ns(), e.nbytes()) for e in events if e.device_type() == DeviceType.CPU]

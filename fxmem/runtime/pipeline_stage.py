@@ -197,7 +197,8 @@ class Stage(PipelineStage):
         return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=self.device) for v in like]
 
     def _ops(self, op: Any, tensors: Sequence[Tensor], other: int) -> list[dist.P2POp]:
-        peer = self._resolve_peer_global_rank(other)
+        peer = self.stage_index_to_group_rank[other]
+        peer = peer if self.group is None else dist.get_global_rank(self.group, peer)
         return [dist.P2POp(op, _packed(tensor), peer, self.group) for tensor in tensors]
 
     # what schedules prepare before the first step: shapes are known, so there is nothing to infer or to send
