@@ -187,13 +187,17 @@ def hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
+CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+"""Whether torch.compile itself can keep one call's compiled entries apart from others'."""
+
+
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile` with its own set of compiled entries.
 
-    Otherwise several compilations of one model (a sweep over budgets), in torch 2.11 and 2.12 even of different models,
+    Otherwise several compilations of one model (a sweep over budgets), in torch 2.11 even of different models,
     share one recompile limit, after which Dynamo falls back to eager: that is, runs over the budget without a word.
     """
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+    if CAN_ISOLATE:
         options["isolate_recompiles"] = True
     else:
         function = _with_own_code(function)

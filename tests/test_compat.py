@@ -43,8 +43,12 @@ def test_error_on_graph_break_leaves_data_dependence_a_break() -> None:
         compiled(torch.ones(2))
 
 
-def test_isolated_compilations_do_not_share_a_recompile_limit() -> None:
+@pytest.mark.parametrize("can_isolate", [True, False], ids=["own torch", "oldest torch"])
+def test_isolated_compilations_do_not_share_a_recompile_limit(
+    can_isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_compiled = 0
+    monkeypatch.setattr(compat, "CAN_ISOLATE", can_isolate and compat.CAN_ISOLATE)
 
     def backend(module: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         nonlocal num_compiled
