@@ -190,23 +190,6 @@ def planned(name: str, schedule: str, num_ranks: int, num_microbatches: int, num
     print(json.dumps(run_ranks(num_ranks, run)), flush=True)
 
 
-def dead_rank() -> None:
-    """Rank 1 dies before its second step; prints what the other one raises."""
-    model, args = build("mlp")
-    cuts = even_cuts(model, args, 4, 2)
-    pipeline = build_pipeline(model, args, cuts, 4, "1f1b")
-
-    def run(rank: int) -> dict[str, Any]:
-        schedule = pipeline.schedule(pipeline.stage(rank))
-        schedule.step(*args)
-        if rank:
-            os._exit(1)
-        schedule.step(*args)
-        return {}
-
-    print(json.dumps(run_ranks(2, run, timeout_s=10)), flush=True)
-
-
 def in_flight(schedule: str, num_stages: int) -> None:
     """Prints, for 4 and 12 microbatches, by how much each rank's resident memory rose at most in a step (bytes).
 
@@ -262,8 +245,6 @@ def main() -> None:
     elif scenario == "planned":
         for text in rest:
             planned(*json.loads(text))
-    elif scenario == "dead":
-        dead_rank()
     else:
         in_flight(rest[0], int(rest[1]))
 

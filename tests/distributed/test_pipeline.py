@@ -17,15 +17,15 @@ LIST_1F1B_N = [
 ]
 
 
-def run(*arguments: str) -> list[Any]:
-    """Lines that `tests.distributed.ranks` prints, as JSON."""
+def run(*arguments: str, module: str = "tests.distributed.ranks", is_lines: bool = True) -> list[Any]:
+    """The lines that `module` prints (or all of it) as JSON."""
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # give large tensors back to the system
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.distributed.ranks", *arguments],
-        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=170, check=False,
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(text) for text in (done.stdout.splitlines() if is_lines else [done.stdout])]
 
 
 def check(*cases: list[Any]) -> list[Any]:
@@ -54,24 +54,12 @@ def test_schedules_and_uneven_microbatches() -> None:
 
 @pytest.mark.slow
 def test_tied_weights_on_two_and_four_ranks() -> None:
-    results = check(["gpt2", "1f1b", 2, 2, 4, 8], ["gpt2", "1f1b", 4, 4, 2, 4], ["gpt2", "zbv", 2, 4, 4, 8])
-    assert [r["shared"] for r in results] == [1, 1, 0], "in a V the first and the last stage share a rank"
+    results = check(["gpt2", "1f1b", 4, 4, 2, 4], ["gpt2", "zbv", 2, 4, 4, 8])
+    assert [r["shared"] for r in results] == [1, 0], "in a V the first and the last stage share a rank"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5", "resnet50", "unet"])
-def test_edges_that_skip_stages_and_batch_statistics(name: str) -> None:
-    check([name, "1f1b", 2, 2, 2, 4])
-
-
-def test_a_rank_that_dies_is_a_clear_error_on_the_others() -> None:
-    [(alive, dead)] = run("dead")
-    assert dead == {"error": "died"}
-    assert alive["error"].startswith("PipelineError: rank 0 (stages [0]): another rank stopped answering")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("zbv", 4), ("interleaved-zb", 4)])
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved-zb", 4)])
 def test_memory_does_not_grow_with_the_number_of_microbatches(schedule: str, num_stages: int) -> None:
     [(four, twelve)] = run("memory", schedule, str(num_stages))
     boundary_bytes = (1 << 15) * 16 * 4

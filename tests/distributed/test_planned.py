@@ -10,10 +10,8 @@ from tests.distributed.test_pipeline import run
 pytestmark = pytest.mark.distributed
 
 
-def check(*cases: list[Any], above: float = 0.02) -> list[list[dict[str, Any]]]:
-    """(model, schedule, ranks, microbatches, rows, budget) each: what every rank found. `above`: how much of the peak
-    the prediction may be too high.
-    """
+def check(*cases: list[Any]) -> list[list[dict[str, Any]]]:
+    """(model, schedule, ranks, microbatches, rows, budget) each: what every rank found."""
     results: list[list[dict[str, Any]]] = run("planned", *map(json.dumps, cases))
     assert len(results) == len(cases)
     for case, ranks in zip(cases, results, strict=True):
@@ -23,7 +21,7 @@ def check(*cases: list[Any], above: float = 0.02) -> list[list[dict[str, Any]]]:
             assert rank["loss"] < 1e-5, (case, rank)
             assert rank["buffers"] == 0, (case, rank)
             assert len(set(rank["peaks"])) == 1, "every step like the one before"
-            assert -0.02 <= rank["predicted"] / rank["peaks"][0] - 1 <= above, (case, rank)
+            assert abs(rank["predicted"] / rank["peaks"][0] - 1) <= 0.02, (case, rank)
             if rank["budget"] is not None:
                 assert max(rank["peaks"]) <= rank["budget"], (case, rank)
     return results
@@ -51,25 +49,6 @@ def test_a_budget_too_small_fails_on_every_rank() -> None:
 
 
 @pytest.mark.slow
-def test_every_schedule() -> None:
-    schedules = ["gpipe", "1f1b", "1f1b-n", "zero-bubble", "interleaved", "interleaved-zb", "zbv", "dualpipev"]
-    check(*(["mlp", schedule, 2, 4, 8, None] for schedule in schedules))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), [("llama", 4), ("t5", 32)])
-def test_other_models_under_a_budget(name: str, rows: int) -> None:
-    check([name, "auto", 2, 2, rows, 0.8])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), [("resnet50", 32), ("unet", 4)])
-def test_convolutions_under_a_budget(name: str, rows: int) -> None:
-    """U-Net's last rank is foretold 112 KiB too high (8 % of this small peak), which is not understood yet."""
-    check([name, "auto", 2, 2, rows, 0.8], above=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zbv", "auto"])
-def test_four_stages(schedule: str) -> None:
-    check(["gpt2", schedule, 2 if schedule == "zbv" else 4, 4, 8, None])
+def test_schedules_of_a_model_without_tied_weights() -> None:
+    """Those that the matrix leaves out, too."""
+    check(*(["mlp", schedule, 2, 4, 8, None] for schedule in ("zero-bubble", "interleaved-zb", "dualpipev")))
