@@ -150,9 +150,10 @@ int fx_store(const Ctx *c, uint8_t *saved, int cap, int *b, int *s) {
     return n;
 }
 
-/* Append the recomputation of kernel `top` and of every missing ancestor, operands first. */
+/* Append kernel `top` after every missing ancestor, these in captured order: depth first, the result of one branch of a
+ * residual block would stand while the other is recomputed. */
 int fx_emit_missing(Ctx *c, int top, int segment) {
-    int sp = 0;
+    int sp = 0, from = c->num_steps;
     c->stk[0] = top; c->stp[0] = c->rp[top];
     while (sp >= 0) {
         int k = c->stk[sp], i = c->stp[sp];
@@ -169,6 +170,11 @@ int fx_emit_missing(Ctx *c, int top, int segment) {
         c->E[c->num_steps] = k; c->seg[c->num_steps++] = segment;
         for (int w = c->wp[k]; w < c->wp[k + 1]; w++) c->avail[c->wi[w]] = 1;
         sp--;
+    }
+    for (int t = from + 1; t < c->num_steps; t++) {   /* insertion: mostly sorted already */
+        int k = c->E[t], at = t;
+        for (; at > from && c->E[at - 1] > k; at--) c->E[at] = c->E[at - 1];
+        c->E[at] = k;
     }
     return 1;
 }

@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { MOST_FORCED = 12 };
+#define PRICE 0.01   /* of a byte over the room in one segment, in steps per room */
+
 typedef struct { Toggle t; double ratio, extra, over; } Move;
 
 typedef struct { Move *at; int n, cap; } Moves;
@@ -13,7 +16,7 @@ static void push(Moves *m, int type, int s, int b) {
         m->cap = m->cap ? 2 * m->cap : 256;
         m->at = realloc(m->at, sizeof(Move) * (size_t)m->cap);
     }
-    Move v = {{type, s, b}, 0.0, 0.0, 0.0};
+    Move v = {{type, s, b}, 0.0, 0.0, -HUGE_VAL};
     m->at[m->n++] = v;
 }
 
@@ -200,22 +203,40 @@ static Eval repeat_in_class(Ctx *c, Moves *m, int best, Eval e, int64_t room) {
     return e;
 }
 
-/* Toggle the cheapest decisions until the peak is within the room. Returns 1 if it is. */
+/* When every decision about the worst step makes the overflow grow elsewhere: the one that costs least, a byte over the
+ * room being worth `price` seconds. -1 if there is none. */
+static int least_bad(const Moves *m, double price) {
+    int best = -1;
+    for (int i = 0; i < m->n; i++) {
+        if (m->at[i].over == -HUGE_VAL) continue;
+        if (best < 0 || m->at[i].extra - price * m->at[i].over < m->at[best].extra - price * m->at[best].over) best = i;
+    }
+    return best;
+}
+
+/* Toggle the cheapest decisions until the peak is within the room. Where none helps, some are forced, and what was forced
+ * is not decided about again. Returns 1 if the peak fits. */
 int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double deadline, Eval *out) {
     Guess g = new_guess(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
+    uint8_t *forced = calloc((size_t)c->S + 1, 1);
+    double price = PRICE * c->total / ((double)room + 1.0);
+    if (noise > 0) price *= exp(2.0 * fx_normal(c));
     fx_settle(c);
-    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline)) {
+    for (int left = MOST_FORCED; e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline);) {
         collect(c, e.worst, &m);
-        int i = best_move(c, &m, &g, e, room, look, noise);
+        for (int i = m.n; i-- > 0;) if (forced[m.at[i].t.s]) m.at[i] = m.at[--m.n];
+        int i = best_move(c, &m, &g, e, room, look, noise), ok = i >= 0;
+        if (!ok && left-- > 0) i = least_bad(&m, price);
         if (i < 0) break;
         fx_apply(c, m.at[i].t);
+        if (!ok) forced[m.at[i].t.s] = 1;
         e = fx_eval(c, room);
-        e = repeat_in_class(c, &m, i, e, room);
+        if (ok) e = repeat_in_class(c, &m, i, e, room);
         fx_settle(c);
     }
-    free_guess(&g); free(m.at);
+    free_guess(&g); free(m.at); free(forced);
     *out = e;
     return e.peak <= room;
 }

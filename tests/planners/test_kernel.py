@@ -1,5 +1,7 @@
 """The compiled kernel against the simulator and against an oracle of its own."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from fxmem.planners.kernel import Kernel, State
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.schedule import simulate
 from fxmem.testing.programs import programs
-from tests.planners.models import blocks, many_users
+from tests.planners.models import MIB, Builder, blocks, many_users
 
 
 def liveness_peak_bytes(problem: Problem, order: list[int]) -> int:
@@ -42,6 +44,8 @@ def check(kernel: Kernel, program: Program) -> None:
     problem = kernel.problem
     score = kernel.evaluate(0)
     order, num_forward = kernel.order()
+    steps = kernel.steps()
+    assert all(a < b for segment in set(steps.segments) for a, b in pairwise(steps.kernels[steps.segments == segment]))
     result = simulate(program, problem.actions(order, num_forward))
     assert score.peak_bytes == liveness_peak_bytes(problem, order)
     assert score.peak_bytes == max(result.peak_bytes, liveness_peak_bytes(problem, order))
@@ -90,6 +94,30 @@ def test_repair_fits_and_polish_never_costs_time() -> None:
         assert repaired.peak_bytes <= share * peak
         assert polished.peak_bytes <= share * peak
         assert polished.extra_s <= repaired.extra_s + 1e-12
+
+
+@pytest.mark.parametrize(("num_blocks", "share"), [(3, 0.5), (6, 0.32), (8, 0.28), (12, 0.2)])
+def test_repair_gets_past_a_step_that_no_single_decision_helps(num_blocks: int, share: float) -> None:
+    kernel = Kernel(reduce_program(blocks(num_blocks)))
+    kernel.load(kernel.all_saved())
+    budget = int(share * kernel.evaluate(0).peak_bytes)
+    assert kernel.repair(budget).peak_bytes <= budget
+
+
+def test_the_branches_of_a_residual_block_are_recomputed_in_captured_order() -> None:
+    """The skip is read last by the add but made first: recomputed after the other branch, it would meet its result."""
+    b = Builder()
+    x = b.add("input", [], MIB)
+    skip = b.add("op", [b.add("op", [x], 4 * MIB, 1.0)], MIB, 1.0)
+    branch = b.add("op", [x], MIB, 1.0)
+    total = b.add("add", [branch, skip], MIB, 1.0)
+    grad = b.add("tangent", [], 4, region="backward")
+    grad = b.add("op_backward", [grad, total], MIB, 1.0, "backward")
+    problem = reduce_program(b.build("residual", [], [grad]))
+    kernel = Kernel(problem)
+    kernel.load(State(np.zeros(problem.num_storages, dtype=np.uint8)))
+    kernel.evaluate(0)
+    assert [k for k in kernel.steps().kernels if k < problem.num_forward] == [0, 1, 2, 3]
 
 
 def test_a_value_that_was_recomputed_and_used_up_is_not_held_for_a_later_decision() -> None:
