@@ -97,7 +97,7 @@ class ModelPlanner:
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, program, lambda name: self._static_sizes.get(name, 0.0), most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
-        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine(stages))
+        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine(2 * request.num_devices))
         self.realiser = Realiser(runtime, program, self._beside, self._cluster, request.stage_planner, options, limit_s)
 
     def _rounding(self) -> int:
