@@ -97,7 +97,7 @@ class ModelPlanner:
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, program, lambda name: self._static_sizes.get(name, 0.0), most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
-        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine(2 * request.num_devices))
+        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine())
         self.realiser = Realiser(runtime, program, self._beside, self._cluster, request.stage_planner, options, limit_s)
 
     def _rounding(self) -> int:
@@ -105,13 +105,13 @@ class ModelPlanner:
             return device_spec(self.request.device_spec).rounding_bytes
         return 512 if self.runtime.joint_device.type == "cuda" else 1
 
-    def _machine(self, num_stages: int) -> Machine:
-        """Links of the tiers; their room is shared by everything that may be in flight."""
+    def _machine(self) -> Machine:
+        """Links of the tiers; their room is shared by all that may be in flight, with at most two stages a device."""
         request = self.request
         if not request.tiers:
             return Machine()
         found = machine(request.tiers, request.offload_dir, request.device_spec)
-        share = num_stages * self.num_microbatches
+        share = 2 * request.num_devices * self.num_microbatches
         return Machine(found.links, {tier: room // share for tier, room in found.capacity_bytes.items()})
 
     def _is_cpu(self) -> bool:
