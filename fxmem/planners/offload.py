@@ -35,7 +35,7 @@ _HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparin
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
 _PROVEN = 1e-8  # a gap of this share of the step: no other planner can do better
 _BOUND_SHARE, _BOUND_MOMENTS = 0.1, 3  # of the time, and moments, to rule out plans without the link
-_NUM_SLICES = 12  # of a search, each from another of the states kept
+_ROUNDS = 15  # of a search, before it goes on to another of the states kept
 
 
 class JointPool:
@@ -98,15 +98,13 @@ class JointPool:
 
 
 def search(pool: JointPool, deadline_s: float, seed: int) -> None:
-    """Perturb the best states in turn until the deadline."""
+    """Perturb the best states in turn, a few rounds each, until the deadline."""
     kernel, budget = pool.kernel, pool.budget_bytes
     kernel.two_way.seed(seed)
-    slice_s = max(0.05, (deadline_s - time.monotonic()) / _NUM_SLICES)
     turn = 0
     while pool.fitting and not pool.is_closed and time.monotonic() < deadline_s:
         kernel.load(pool.fitting[turn % len(pool.fitting)][3])
-        left_s = min(slice_s, deadline_s - time.monotonic())
-        kernel.perturb(budget, left_s, temperature=3e-3)
+        kernel.perturb(budget, deadline_s - time.monotonic(), _ROUNDS, temperature=3e-3)
         score = kernel.polish(budget, 2, deadline_s)
         pool.add(score, kernel.store())
         turn += 1
