@@ -37,6 +37,8 @@ OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 @click.option("--sequence", type=int, default=4096, show_default=True, help="tokens a row, for a configuration")
 @click.option("--batch", type=int, help="rows, for a configuration (default: one a microbatch, 4 a stage)")
 @click.option("--solve-s", type=float, help="time limit of one stage's planner, seconds")
+@click.option("--tiers", help="host, disk, or auto: where stages may offload saved tensors to")
+@click.option("--offload-dir", type=click.Path(path_type=Path), help="directory of the disk tier")
 @click.option("--size", type=click.Choice(["tiny", "small"]), default="small", show_default=True, help="of a zoo model")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document")
 def pipeline(

@@ -127,6 +127,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tiers": "tape"}, "unknown tier 'tape'.*host, disk"),
         ({"schedule": "fast"}, "unknown schedule 'fast': choose one of auto, gpipe"),
         ({"planner": "best"}, "unknown pipeline planner 'best': choose one of auto"),
         ({"num_stages": 0}, "num_stages must be a positive number"),
