@@ -222,8 +222,8 @@ class _Run:
         pool.improve_all(self.recomputing(family, self.until(0.21)), self.until(0.23))
         pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
         self.chains()
-        if self.link_hardly_helps():
-            self.limit_s /= 2  # the other half is for recomputation alone
+        if self.link_hardly_helps() and self.alone_might_win():
+            self.limit_s /= 2  # recomputation alone gets its full time afterwards
         search(pool, self.until(0.87), self.options.seed)
         if not pool.is_closed:
             bound.solve(self.until(0.97), True, pool.best_s)
