@@ -2,14 +2,15 @@
 
 `python -m bench.partition --json` prints one JSON object a line: kind "largest" (parameters of the largest model of
 a family that trains at fixed bytes per device, and its ratio to the best of layers/parameters/time), kind "step"
-(one planner in one cell of chain, devices, microbatches and budget), kind "memflow" (budgets where every plan
-without recomputation fails), kind "summary". `--quick` takes a few cells. Nothing runs on a device; seconds are
-simulated except `solve_s` and `cpu_s`.
+(one planner in one cell of chain, devices, microbatches and budget), kind "memflow" (budgets where every search
+without recomputation fails), kind "ilp" (small cases against the integer program's bound), kind "summary". `--quick`
+takes a few cells. Nothing runs on a device; seconds are simulated except `solve_s` and `cpu_s`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -21,10 +22,13 @@ from typing import Any
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.pipelining.chain import Chain, Cluster
 from fxmem.pipelining.curves import Recompute
-from fxmem.pipelining.partition.auto import fits
+from fxmem.pipelining.evaluate import OneFOneBN, least_step_s
+from fxmem.pipelining.partition.auto import fits, plan_auto
 from fxmem.pipelining.partition.base import Problem
+from fxmem.pipelining.partition.periodic_ilp import PeriodicProgram, shortest_period
 from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.registry import PLANNERS, plan_pipeline
+from fxmem.pipelining.simulate import StageCost
 from fxmem.pipelining.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
 from fxmem.stdout import clean_stdout
 
@@ -36,8 +40,13 @@ SIZES: dict[str, Callable[[int], Chain]] = {
     "gpt": lambda size: gpt_like(num_layers=size, width=2048, batch=2),
     "vgg": lambda size: vgg_like(width=4 * size),
     "amoebanet": lambda size: amoebanet_like(num_cells=18, filters=4 * size, batch=16),
+    "amoebanet-24": lambda size: amoebanet_like(num_cells=24, filters=4 * size, batch=16),
 }
-"""Family to a chain of a given size: layers of GPT, width of the CNNs."""
+"""Family to a chain of a given size: layers of GPT, width of the CNNs.
+
+With 18 cells on 8 devices whole cells are too coarse: near the limit the last seven take half a device each, so that
+no partitioner can gain more until a device holds one. 24 cells, in the same proportions, come out finer.
+"""
 
 CELLS: tuple[tuple[Chain, int, int], ...] = (
     (gpt_like(11), 4, 8),
@@ -96,7 +105,7 @@ def _fits_at(problem: Callable[[int], Problem], check: Callable[[Problem], bool]
 def _plans(planner: str, problem: Problem) -> bool:
     try:
         PLANNERS[planner](problem)
-    except BudgetInfeasible:
+    except (BudgetInfeasible, OptionError):
         return False
     return True
 
@@ -159,7 +168,7 @@ def _timed(
 
 
 def summary_rows(rows: list[Row]) -> Iterator[Row]:
-    """Per planner over the cells: feasible cells, time relative to `auto`, gap to the bound; then the memflow claim."""
+    """Per planner over the cells: feasible cells, time relative to `auto`, gap to the bound."""
     steps = [row for row in rows if row["kind"] == "step"]
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in steps:
@@ -176,9 +185,84 @@ def summary_rows(rows: list[Row]) -> Iterator[Row]:
                 "median_gap": ratios and statistics.median(row["gap"] for row, _ in pairs),
                 "largest_cpu_s": max(cell[planner]["cpu_s"] for cell in cells.values()),
             }  # fmt: skip
-    for key, cell in cells.items():
-        if not any(row["step_s"] for name, row in cell.items() if name.endswith("no recompute")):
-            yield {"kind": "memflow", "cell": list(key), "memflow_step_s": cell["memflow"]["step_s"]}
+
+
+def memflow_rows() -> Iterator[Row]:
+    """Per chain the largest budget of a ladder at which every planner without recomputation fails, and half way from
+    there to the least at which memflow finds a plan: what memflow and auto find there.
+    """
+    for chain, num_devices, num in CELLS[::4]:
+        roomy = Cluster(num_devices, 1e15, V100_LINK)
+        peak = max(plan_pipeline(chain, roomy, num, planner="time", recompute="none").peak_bytes)
+        at = partial(_at_share, chain, roomy, num, peak)
+        first = 1.0
+        while fits(at(first, "none")) is not None or any(_plans(name, at(first, "none")) for name in PLANNERS):
+            first *= 0.9
+        least = first
+        while _plans("memflow", at(0.95 * least, "optimal")):
+            least *= 0.95
+        for share in dict.fromkeys((first, (first + least) / 2)):
+            cluster = at(share, "none").cluster
+            steps = {name: _timed(chain, cluster, num, name, "optimal", {})["step_s"] for name in ("memflow", "auto")}
+            yield {
+                "kind": "memflow", "chain": chain.name, "devices": num_devices, "microbatches": num, "budget": share,
+                "fits_without_recompute": {name: _plans(name, at(share, "none")) for name in PLANNERS},
+                "memflow_step_s": steps["memflow"], "auto_step_s": steps["auto"],
+            }  # fmt: skip
+
+
+def _at_share(
+    chain: Chain, cluster: Cluster, num: int, peak_bytes: float, share: float, recompute: Recompute
+) -> Problem:
+    return Problem(chain, replace(cluster, memory_bytes=peak_bytes * share), num, recompute)
+
+
+def ilp_rows() -> Iterator[Row]:
+    """Small cases without recomputation: `auto` over 1F1B-n against what the periodic integer program can reach."""
+    for chain in (gpt_like(4), amoebanet_like(6, batch=16), vgg_like(convs=(1, 1, 1, 1, 1))):
+        roomy = Cluster(3, 1e15, V100_LINK)
+        peak = max(plan_pipeline(chain, roomy, 12, planner="time", recompute="none").peak_bytes)
+        for budget in BUDGETS:
+            problem = Problem(chain, replace(roomy, memory_bytes=peak * budget), 12, "none")
+            bound = ilp_bound_s(problem)
+            try:
+                step = plan_auto(problem, schedules=("1f1b-n",)).step_s
+            except BudgetInfeasible:
+                step = None
+            yield {
+                "kind": "ilp", "chain": chain.name, "devices": 3, "microbatches": 12, "budget": budget,
+                "ilp_bound_s": bound if bound < float("inf") else None, "auto_step_s": step,
+                "ratio": step / bound if step and bound < float("inf") else None,
+            }  # fmt: skip
+
+
+def ilp_bound_s(problem: Problem) -> float:
+    """Over all contiguous allocations: m times the least period that the integer program finds, and no less than every
+    stage's work and round trips with as many microbatches in flight as fit, after what comes before it. Infinite if
+    nothing fits.
+    """
+    evaluator, cluster, count = problem.evaluator(), problem.cluster, len(problem.chain)
+    m, num, levels = problem.num_microbatches, cluster.num_devices, (0,) * count
+    cases = []
+    for inner in itertools.combinations(range(1, count), num - 1):
+        costs = evaluator.costs_of_levels((0, *inner, count), levels)
+        fitting = [most_in_flight(cost, cluster.memory_bytes) for cost in costs]
+        if min(fitting) >= 1:
+            cases.append((least_step_s(costs, OneFOneBN(fitting, m), cluster), inner, costs))
+    best = float("inf")
+    for least, _, costs in sorted(cases):
+        if least >= best:
+            break
+        program = PeriodicProgram(costs, range(num), cluster, problem.chain.input_bytes * m)
+        found = shortest_period(program, best / m)
+        best = min(best, max(least, m * found.period_s)) if found else best
+    return best
+
+
+def most_in_flight(cost: StageCost, memory_bytes: float) -> int:
+    """Microbatches of a stage that fit while the backward of one of them runs."""
+    room = memory_bytes - cost.static_bytes - cost.backward_peak_bytes - cost.output_bytes
+    return int(room // max(cost.saved_bytes + cost.input_bytes, 1.0))
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -189,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a line (default: short text)")
     parser.add_argument("--quick", action="store_true", help="a few cells only")
-    parser.add_argument("--only", choices=("largest", "step"), help="one part only")
+    parser.add_argument("--only", choices=("largest", "memflow", "ilp", "step"), help="one part only")
     args = parser.parse_args()
     rows: list[Row] = []
 
@@ -197,10 +281,16 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row) if args.json else " ".join(f"{k}={v}" for k, v in row.items()), flush=True)
 
-    if args.only != "step":
+    if args.only in (None, "largest"):
         for row in largest_rows((4,) if args.quick else (4, 8)):
             emit(row)
-    if args.only != "largest":
+    if args.only in (None, "memflow"):
+        for row in memflow_rows():
+            emit(row)
+    if args.only in (None, "ilp"):
+        for row in ilp_rows():
+            emit(row)
+    if args.only in (None, "step"):
         for row in step_rows(args.quick):
             emit(row)
         for row in list(summary_rows(rows)):

@@ -215,9 +215,13 @@ class Driver:
         for planner in planners:
             made.append(planner)
             proposals += [(planner, proposal) for proposal in self._proposals(planner, budget)]
-        found: tuple[ModelPlanner, Realised, float] | None = None
         failure = next((proposal.failure for _, proposal in proposals), None)
-        for planner, proposal in sorted(proposals, key=lambda pair: _rank(pair[1], budget)):
+        if not any(proposal.plan for _, proposal in proposals):
+            proposals = [(planner, planner.propose_larger(proposal)) for planner, proposal in proposals]
+        found: tuple[ModelPlanner, Realised, float] | None = None
+        for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
+            if proposal.plan is None:
+                break
             if found and time.perf_counter() - self._started > _PATIENCE_S:
                 break
             try:
@@ -244,7 +248,7 @@ class Driver:
                 if len(planner.kinds) == 1:
                     raise
                 continue
-            step_s = proposal.plan.step_s if proposal.plan and proposal.memory_bytes <= budget else None
+            step_s = proposal.plan.step_s if proposal.plan else None
             self._tried.append(Tried(kind, planner.num_microbatches, step_s))
             yield proposal
 
@@ -277,9 +281,8 @@ class Driver:
         )  # fmt: skip
 
 
-def _rank(proposal: Proposal, budget: float) -> tuple[bool, float]:
-    """Plans that the chain says fit come first, the fastest before all."""
-    return proposal.memory_bytes > budget, proposal.plan.step_s if proposal.plan else float("inf")
+def _promised_s(proposal: Proposal) -> float:
+    return proposal.plan.step_s if proposal.plan else float("inf")
 
 
 def _targets(graph: StageGraph) -> list[str]:

@@ -41,6 +41,8 @@ TWO_STAGES = (*TWO_STAGES_TRIED, "looped-bfs")
 NO_LIMIT = float(2**62)
 _MOST_BLOCKS = 96
 _NUM_ATTEMPTS = 4
+_STAGE_SOLVE_S, _STAGES_SOLVE_S = 0.5, 4.0
+"""Default time limits of a try to plan one stage, and of one for every device."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class ModelPlanner:
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, program, lambda name: self._static_sizes.get(name, 0.0), most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
-        options = Options(solve_s=request.solve_s or 0.5, tiers=request.tiers, machine=self._machine())
+        solve_s = request.solve_s or min(_STAGE_SOLVE_S, _STAGES_SOLVE_S / request.num_devices)
+        options = Options(solve_s=solve_s, tiers=request.tiers, machine=self._machine())
         self.realiser = Realiser(runtime, program, self._beside, self._cluster, request.stage_planner, options, limit_s)
 
     def _rounding(self) -> int:
@@ -146,20 +149,20 @@ class ModelPlanner:
         return ("1f1b-n", "zero-bubble", *two)
 
     def propose(self, kind: str, budget: float) -> Proposal:
-        """The chain's plan under `budget`; if it has none, one for as much as it says it needs (the real stages may
-        need less).
-        """
+        """The chain's plan under `budget`."""
         try:
             return Proposal(kind, budget, self._plan(kind, budget), None)
         except BudgetInfeasible as error:
-            failure = error
-        memory = 1.02 * failure.min_bytes
-        if budget < memory <= 4 * budget:
-            try:
-                return Proposal(kind, memory, self._plan(kind, memory), failure)
-            except BudgetInfeasible:
-                pass
-        return Proposal(kind, budget, None, failure)
+            return Proposal(kind, budget, None, error)
+
+    def propose_larger(self, refused: Proposal) -> Proposal:
+        """The chain's plan for as much as it says it needs, if that isn't far more: real stages may need less."""
+        kind, budget, _, failure = refused
+        memory = 1.02 * failure.min_bytes if failure else budget
+        if not budget < memory <= 4 * budget:
+            return refused
+        larger = self.propose(kind, memory)
+        return larger._replace(failure=failure) if larger.plan else refused
 
     def _plan(self, kind: str, memory_bytes: float) -> PipelinePlan:
         """The chain's plan by the planner asked for and that kind of schedule. Raises BudgetInfeasible."""
@@ -167,7 +170,7 @@ class ModelPlanner:
         if kind in ("auto", "1f1b-n", "zero-bubble"):
             if request.planner != "auto":
                 return plan_pipeline(problem.chain, problem.cluster, self.num_microbatches, planner=request.planner)
-            effort = Effort() if len(problem.chain) <= 50 else Effort(1, 200, 20)
+            effort = Effort() if len(problem.chain) <= 50 else Effort(1, 100, 10)
             return plan_pipeline(
                 problem.chain, problem.cluster, self.num_microbatches, schedules=(kind,), effort=effort
             )

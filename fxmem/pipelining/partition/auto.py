@@ -36,6 +36,7 @@ from fxmem.pipelining.schedules import torch_schedule
 
 TWO_STAGES = ("interleaved", "interleaved-zb", "zbv", "dualpipev")
 """torch's schedules that give every device two stages."""
+_LONG = 100
 SCHEDULES = ("1f1b-n", "zero-bubble", *TWO_STAGES)
 
 
@@ -144,8 +145,9 @@ def _proposals(problem: Problem, evaluator: Evaluator) -> Iterator[Proposal]:
     for buffered in (False, True):
         for vector in vectors:
             yield from total_time(times, table, vector, buffered)
-        for standard in (False, True):
-            yield from periodic(times, table, buffered, standard)
+        if buffered or len(problem.chain) <= _LONG:  # the dearest program of all on long chains
+            for standard in (False, True):
+                yield from periodic(times, table, buffered, standard)
 
 
 def _lean_proposals(problem: Problem, evaluator: Evaluator) -> Iterator[Proposal]:

@@ -14,7 +14,8 @@ from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.schedules import Schedule
 
 _MOST_TRIES = 400
-_MOST_LEAN_TRIES = 600
+_MOST_LEAN_TRIES = 24_000
+"""Times blocks."""
 _SLOWER = (1.0 + 1e-9, 1.06, 1.15, float("inf"))
 """How much slower than equal time the slowest stage may be, where the cuts of least memory are looked for."""
 _ROOM = 0.95
@@ -110,7 +111,7 @@ def leaner(evaluator: Evaluator, cuts: Cuts, maker: ScheduleMaker) -> Cuts:
             if slowest_s(other) > most_s:
                 continue
             tries += 1
-            if tries > _MOST_LEAN_TRIES:
+            if tries * len(evaluator.chain) > _MOST_LEAN_TRIES:
                 return cuts
             if (there := missing(other)) < least:
                 cuts, least, improved = other, there, True

@@ -90,16 +90,26 @@ class _Search:
 
 
 def plan_memflow(problem: Problem, *, num_iterations: int = 4000, seed: int = 0) -> PipelinePlan:
-    """The best valid state of the walk; raises BudgetInfeasible if it met none."""
+    """The best valid state of the walk, which begins with nothing recomputed; if it met none, of a second one that
+    begins with everything recomputed. Raises BudgetInfeasible if that met none either.
+    """
     clock, evaluator = Clock(), problem.evaluator()
     search = _Search(problem, evaluator, seed)
-    first_level = 2 if problem.recompute == "full" else 0
-    current = _State(cuts_by(problem, "time"), (first_level,) * len(problem.chain))
+    levels = {"none": (0,), "full": (2,), "optimal": (0, 2)}[problem.recompute]
+    cuts, count = cuts_by(problem, "time"), len(problem.chain)
+    walks = (_walk(search, _State(cuts, (level,) * count), num_iterations) for level in levels)
+    valid = next((state for state in walks if state is not None), None)
+    return finish("memflow", problem, evaluator, _candidate(search, valid), clock)
+
+
+def _walk(search: _Search, current: _State, num_iterations: int) -> _State | None:
+    """The fastest state met that fits, if any."""
+    memory_bytes = search.problem.cluster.memory_bytes
     cost, step, peaks = search.run(current)
     best, best_cost = current, cost
     valid: tuple[float, _State] | None = None
     for iteration in range(num_iterations):
-        if max(peaks) <= problem.cluster.memory_bytes and (valid is None or step < valid[0]):
+        if max(peaks) <= memory_bytes and (valid is None or step < valid[0]):
             valid = step, current
         if iteration % _RESET_EVERY == _RESET_EVERY - 1:
             current, cost = best, best_cost
@@ -109,10 +119,10 @@ def plan_memflow(problem: Problem, *, num_iterations: int = 4000, seed: int = 0)
             current, cost, step, peaks = state, new_cost, new_step, new_peaks
             if cost < best_cost:
                 best, best_cost = current, cost
-    return finish("memflow", problem, evaluator, _candidate(search, valid), clock)
+    return valid[1] if valid else None
 
 
-def _candidate(search: _Search, valid: tuple[float, _State] | None) -> Candidate | None:
-    if valid is None:
+def _candidate(search: _Search, state: _State | None) -> Candidate | None:
+    if state is None:
         return None
-    return search.evaluator.simulate_levels(valid[1].cuts, search.maker, search.options(valid[1]))
+    return search.evaluator.simulate_levels(state.cuts, search.maker, search.options(state))
