@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.partition import _largest as largest
-from bench.partition import largest_size, memflow_rows
+from bench.partition import ilp_rows, largest_size, memflow_rows
 from fxmem.pipelining.registry import PLANNERS
 
 
@@ -26,6 +26,15 @@ def test_memflow_finds_plans_where_no_search_without_recomputation_does() -> Non
     for row in rows:
         assert row["fits_without_recompute"] == dict.fromkeys(PLANNERS, False)
         assert row["memflow_step_s"] >= row["auto_step_s"]
+
+
+def test_auto_is_near_the_integer_programs_bound() -> None:
+    """Within 5 % where the bound is tight; it knows nothing of receives that are posted one action ahead."""
+    ratios = [row["ratio"] for row in ilp_rows() if row["ratio"] is not None]
+    assert len(ratios) >= 12
+    assert min(ratios) >= 1 - 1e-6
+    assert sum(ratio <= 1.05 for ratio in ratios) >= 9
+    assert max(ratios) <= 1.08
 
 
 def test_largest_size_is_the_last_accepted() -> None:
