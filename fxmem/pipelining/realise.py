@@ -178,7 +178,8 @@ class _Cut:
         mine = frozenset(held) & trained
         with_gradient = mine if known.has_gradients else frozenset()
         optimizer_bytes = math.ceil(known.optimizer_share * sum(sizes[n] for n in mine))
-        fixed = sum(sizes[n] for n in (*held, *with_gradient)) + optimizer_bytes + known.batch_bytes
+        kept = pipeline.kept - set(held)
+        fixed = sum(sizes[n] for n in (*held, *kept, *with_gradient)) + optimizer_bytes + known.batch_bytes
         return RankBytes(fixed, sizes, with_gradient, pipeline.shared)
 
     def standing(self, rank: int) -> int:

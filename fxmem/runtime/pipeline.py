@@ -128,6 +128,12 @@ class Pipeline:
         return list(dict.fromkeys(self.canonical(g, n) for g in mine for n in g.statics))
 
     @property
+    def kept(self) -> set[str]:
+        """Buffers that no state dict holds: the pipeline keeps those of the model, for stages made again."""
+        values = {n: self._values[n] for n in self._names.transient if n in self._values}
+        return {self._names.canonical[n] for n, t in values.items() if t.device.type == self._device.type}
+
+    @property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Trained parameters that several ranks hold, and those ranks: their gradients are summed once a step."""
         holders: dict[str, set[int]] = {}

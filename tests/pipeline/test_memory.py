@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import fxmem
 from fxmem.measurement import MemoryTrace
 from fxmem.pipelining.model_plan import NO_LIMIT, ModelPlanner, Request
 from fxmem.runtime.pipeline import Pipeline
@@ -29,6 +30,23 @@ class Skips(nn.Module):
             x = F.silu(layer(x))
             seen.append(x)
         return self.layers[-1](torch.cat(seen, 1)).square().mean()
+
+
+class Table(nn.Module):
+    """A table that no state dict holds (or that one does), read before the layers."""
+
+    table: Tensor
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1000), persistent=persistent)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table[:8]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def stages(schedule: str) -> list[StageBytes]:
@@ -66,6 +84,13 @@ def test_parts_of_a_split_convolution_take_what_they_take_alone() -> None:
     for at in stages("zbv"):
         for kind in ("F", "I", "W"):
             assert at.peak(kind, (), {}) == measured(at.code, kind), (at.graph.index, kind)
+
+
+def test_buffers_that_no_state_dict_holds_stay_on_every_rank() -> None:
+    """The pipeline keeps them, for stages made again."""
+    args, options = (torch.randn(8, 8),), {"num_stages": 2, "num_microbatches": 2, "schedule": "gpipe"}
+    kept, only_where_read = (fxmem.pipeline(Table(p), args, **options).plan.peak_bytes for p in (False, True))
+    assert [a - b for a, b in zip(kept, only_where_read, strict=True)] == [0, 4000]
 
 
 def test_a_message_that_must_be_packed_takes_its_own_bytes_not_its_storages() -> None:
