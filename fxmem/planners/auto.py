@@ -3,8 +3,9 @@ then randomised search from the best of them."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from fxmem.errors import BudgetInfeasible
 from fxmem.planners.blocks import storage_classes
@@ -18,6 +19,9 @@ from fxmem.planners.registry import Options, Solution, register
 _SOLVE_S = 9.0  # default time limit of a small problem
 _NUM_KEPT = 6
 _MAX_MOMENTS = 8
+_ROUNDS = 100  # of perturbing one state before it is the next one's turn
+_TEMPERATURES = (3e-3, 1e-3, 1e-2)  # in steps, lap by lap over the states kept
+_FIRST_TURNS = 18  # before the solver's turn, whose time is hardly ever well spent where these help
 _SHARE_ABOVE = 600  # kernels; below, every storage is worth its own look
 
 
@@ -100,25 +104,33 @@ def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) 
             return
 
 
+def perturb(pool: Pool, deadline_s: float, turns: Iterable[int]) -> None:
+    """The states kept, perturbed in turn, a hundred rounds each."""
+    for turn in turns:
+        if not pool.fitting or time.monotonic() >= deadline_s:
+            return
+        at, lap = turn % len(pool.fitting), turn // _NUM_KEPT
+        pool.kernel.load(pool.fitting[at][2])
+        left_s, temperature = deadline_s - time.monotonic(), _TEMPERATURES[lap % len(_TEMPERATURES)]
+        score = pool.kernel.perturb(pool.budget_bytes, left_s, _ROUNDS, temperature=temperature)
+        pool.add(score, pool.kernel.store())
+
+
 def search(pool: Pool, deadline_s: float, seed: int) -> None:
-    """Noisy evictions, each promising one perturbed a little; now and then the best states perturbed for longer. Ends
-    at the deadline or when nothing better has come for long."""
+    """In turn noisy evictions, each promising one perturbed a little, and the states kept, perturbed. Ends at the
+    deadline or when nothing better has come for long."""
     kernel, budget = pool.kernel, pool.budget_bytes
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
     kernel.seed(seed)
     slice_s = max(0.02, (deadline_s - time.monotonic()) / 16)
-    improved_s, known, turn = time.monotonic(), pool.best_s, 0
+    improved_s, known, turns = time.monotonic(), pool.best_s, itertools.count()
     while time.monotonic() < min(deadline_s, improved_s + 12 * slice_s):
-        end = min(deadline_s, time.monotonic() + 3 * slice_s)
+        end = min(deadline_s, time.monotonic() + 2 * slice_s)
         while time.monotonic() < end:
             _noisy_step(pool, noisy, deadline_s)
-        for _, _, state in pool.fitting[turn % 2 : turn % 2 + 1]:
-            kernel.load(state)
-            seconds = min(slice_s, deadline_s - time.monotonic())
-            pool.add(kernel.perturb(budget, seconds, 1 << 20, temperature=(1e-3, 3e-3, 0.0)[turn % 3]), kernel.store())
+        perturb(pool, min(deadline_s, time.monotonic() + 2 * slice_s), turns)
         if pool.best_s < known:
             improved_s, known = time.monotonic(), pool.best_s
-        turn += 1
 
 
 def _noisy_step(pool: Pool, noisy: NoisyEviction, deadline_s: float) -> None:
@@ -214,8 +226,10 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit_s: float, op
     say("candidates")
     if not bound.closes(pool.best_s):
         quick(pool, family, started + 0.3 * limit_s)
+        pool.kernel.seed(options.seed)
+        perturb(pool, started + 0.4 * limit_s, range(_FIRST_TURNS))
     say("bound")
-    certify(pool, bound, started + 0.35 * limit_s, _MAX_MOMENTS)
+    certify(pool, bound, started + 0.45 * limit_s, _MAX_MOMENTS)
     bound.finish(started + 0.7 * limit_s, pool.best_s)
     for state in bound.states:
         pool.improve(state, started + limit_s)
