@@ -36,7 +36,7 @@ DOUBLE = frozenset({"resnet50"})
 """Run in float64: so many normalisations amplify rounding to several percent of the gradient in float32."""
 SHARE = 0.9
 SOLVE_S = 0.1
-TIMEOUT_S = 300
+TIMEOUT_S = 1200
 
 
 def matrix_rows(

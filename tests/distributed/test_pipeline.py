@@ -22,7 +22,7 @@ def run(*arguments: str, module: str = "tests.distributed.ranks", is_lines: bool
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # give large tensors back to the system
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
-        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=580, check=False,
+        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(text) for text in (done.stdout.splitlines() if is_lines else [done.stdout])]
