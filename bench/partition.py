@@ -44,8 +44,8 @@ SIZES: dict[str, Callable[[int], Chain]] = {
 }
 """Family to a chain of a given size: layers of GPT, width of the CNNs.
 
-With 18 cells on 8 devices whole cells are too coarse: near the limit the last seven take half a device each, so that
-no partitioner can gain more until a device holds one. 24 cells, in the same proportions, come out finer.
+18 cells are coarse for 8 devices: near the limit two of the last seven, half a device each, share one. 24 cells, in the
+same proportions, come out finer.
 """
 
 CELLS: tuple[tuple[Chain, int, int], ...] = (
