@@ -35,6 +35,7 @@ _HARDLY = 0.85  # of a quick recompute-only plan's extra seconds: worth comparin
 _VIRTUAL_SHARES = (0.0, 0.15, 0.3, 0.5)
 _PROVEN = 1e-8  # a gap of this share of the step: no other planner can do better
 _BOUND_SHARE, _BOUND_MOMENTS = 0.1, 3  # of the time, and moments, to rule out plans without the link
+_TEMPERATURES = (1e-2, 3e-3)  # of a search, in steps, lap by lap over the states kept
 _ROUNDS = 15  # of a search, before it goes on to another of the states kept
 
 
@@ -104,7 +105,8 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
     turn = 0
     while pool.fitting and not pool.is_closed and time.monotonic() < deadline_s:
         kernel.load(pool.fitting[turn % len(pool.fitting)][3])
-        kernel.perturb(budget, deadline_s - time.monotonic(), _ROUNDS, temperature=3e-3)
+        temperature = _TEMPERATURES[turn // _NUM_KEPT % len(_TEMPERATURES)]
+        kernel.perturb(budget, deadline_s - time.monotonic(), _ROUNDS, temperature=temperature)
         score = kernel.polish(budget, 2, deadline_s)
         pool.add(score, kernel.store())
         turn += 1
