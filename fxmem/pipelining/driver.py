@@ -206,7 +206,8 @@ class Driver:
 
     def _under(self, budget: float, planners: Iterator[ModelPlanner]) -> tuple[ModelPlanner, Realised, float]:
         """The fastest stages under `budget` over the kinds of schedules and the numbers of microbatches: the chain
-        proposes, what it says is fastest is realised first. At last the cut of least memory.
+        proposes, what it says is fastest is realised first. The bound holds for all that was proposed. At last the cut
+        of least memory.
 
         Raises BudgetInfeasible naming the stage and the smallest budget found.
         """
@@ -232,7 +233,7 @@ class Driver:
             if realised and (found is None or realised[0].step_s < found[1].step_s):
                 found = planner, *realised
         if found:
-            return found
+            return *found[:2], min([found[2], *(p.plan.bound_s for _, p in proposals if p.plan)])
         leans = [(planner, planner.lean()) for planner in made]
         planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
         if max(lean.peak_bytes) <= budget:
