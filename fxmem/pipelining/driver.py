@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
 from fxmem.passes.stage_split import Cuts, StageGraph
-from fxmem.pipelining.model_plan import NO_LIMIT, ModelPlanner, Proposal, Request
+from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
 from fxmem.runtime.pipeline import Pipeline
 from fxmem.schedule import Action
@@ -219,12 +219,16 @@ class Driver:
         failure = next((proposal.failure for _, proposal in proposals), None)
         if not any(proposal.plan for _, proposal in proposals):
             proposals = [(planner, planner.propose_larger(proposal)) for planner, proposal in proposals]
+        has_single = any(proposal.plan and proposal.kind not in TWO_STAGES for _, proposal in proposals)
         found: tuple[ModelPlanner, Realised, float] | None = None
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
             if proposal.plan is None:
                 break
-            if found and time.perf_counter() - self._started > _PATIENCE_S:
+            late = time.perf_counter() - self._started > _PATIENCE_S
+            if found and late:
                 break
+            if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
+                continue
             try:
                 realised = planner.realise(proposal, budget, found[1].step_s if found else float("inf"))
             except BudgetInfeasible as error:
