@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fxmem.units import format_bytes
 
@@ -38,7 +39,8 @@ class OffloadError(FxmemError):
 class BudgetInfeasible(FxmemError):
     """No plan fits the budget.
 
-    `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes).
+    `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes);
+    `actions`: the schedule that reaches it, if the planner told.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class BudgetInfeasible(FxmemError):
         min_bytes: int,
         at_peak: Sequence[tuple[str, int]] = (),
         where: str = "",
+        actions: tuple[Any, ...] = (),
     ) -> None:
         lines = [
             f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes){where}; "
@@ -57,3 +60,4 @@ class BudgetInfeasible(FxmemError):
         self.budget_bytes = budget_bytes
         self.min_bytes = min_bytes
         self.at_peak = tuple(at_peak)
+        self.actions = actions

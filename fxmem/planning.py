@@ -15,6 +15,7 @@ import sympy
 from fxmem.errors import BudgetInfeasible, PlanMismatch, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options, get_planner
+from fxmem.planners.least import solve
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.schedule import Action, Machine, SimResult, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
@@ -205,7 +206,7 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
     """
     options = options or Options()
     limit = resolve_budget(budget)
-    solve = get_planner(planner)
+    get_planner(planner)  # an unknown name is an error without a budget, too
     problem = reduce_program(program)
     started = time.perf_counter()
     if limit is None:
@@ -215,7 +216,7 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
         limit = _smallest_budget(problem, planner, options)
     elif isinstance(limit, float):
         limit = int(limit * simulate(program, baseline_actions(problem)).peak_bytes)
-    solution = solve(problem, limit, options)
+    solution = solve(planner, problem, limit, options)
     solve_s = time.perf_counter() - started
     plan = judge(program, solution.actions, planner, limit, options.machine)
     lower_bound_s = max(0.0, solution.lower_bound_s - ROUNDING * plan.baseline_s)
@@ -224,7 +225,7 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
 
 def _smallest_budget(problem: Problem, planner: str, options: Options) -> int:
     try:
-        get_planner(planner)(problem, problem.base_bytes, options)
+        solve(planner, problem, problem.base_bytes, options)
     except BudgetInfeasible as error:
         return error.min_bytes
     return problem.base_bytes

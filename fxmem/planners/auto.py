@@ -15,6 +15,7 @@ from fxmem.planners.kernel import Kernel, Score, State
 from fxmem.planners.mincut import CutFamily, cut_states
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options, Solution, register
+from fxmem.schedule import Action, Machine, simulate
 
 _SOLVE_S = 9.0  # default time limit of a small problem
 _NUM_KEPT = 6
@@ -252,18 +253,16 @@ def solution(kernel: Kernel, state: State, lower_bound_s: float, notes: Mapping[
 
 def infeasible(kernel: Kernel, budget_bytes: int, least: int, state: State) -> BudgetInfeasible:
     """The error that names the smallest feasible budget and what stands at its peak."""
-    kernel.load(state)
-    score = kernel.evaluate(budget_bytes)
-    problem, alive = kernel.problem, _alive_at(kernel, score.worst)
+    return infeasible_beyond(kernel.problem, budget_bytes, least, solution(kernel, state, 0.0, {}).actions)
+
+
+def infeasible_beyond(
+    problem: Problem, budget_bytes: int, least: int, actions: tuple[Action, ...], machine: Machine | None = None
+) -> BudgetInfeasible:
+    """`infeasible`, with the schedule that needs `least` bytes."""
+    result = simulate(problem.program, actions, machine)
+    step = result.peak_step
+    alive = [s for s, first, last in result.lifetimes if first <= step <= last and problem.producer[s] >= 0]
     names = [(problem.program.ops[problem.program.producer[s]].name, int(problem.nbytes[s])) for s in alive]
     names.append(("parameters, inputs and whatever else is resident", problem.base_bytes))
-    return BudgetInfeasible(budget_bytes, least, sorted(names, key=lambda item: -item[1])[:8])
-
-
-def _alive_at(kernel: Kernel, worst: int) -> list[int]:
-    from fxmem.schedule.simulate import simulate
-
-    order, num_forward = kernel.order()
-    result = simulate(kernel.problem.program, kernel.problem.actions(order, num_forward))
-    step = result.peak_step
-    return [s for s, first, last in result.lifetimes if first <= step <= last and kernel.problem.producer[s] >= 0]
+    return BudgetInfeasible(budget_bytes, least, sorted(names, key=lambda item: -item[1])[:8], actions=actions)

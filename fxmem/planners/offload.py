@@ -330,10 +330,5 @@ class _Run:
     def infeasible(self) -> BudgetInfeasible:
         """The error that names the smallest feasible budget found and what stands at its peak."""
         least, state = self.least
-        problem = self.kernel.problem
-        result = simulate(problem.program, self.kernel.actions(state, least, self.tier), self.options.machine)
-        step = result.peak_step
-        alive = [s for s, first, last in result.lifetimes if first <= step <= last and problem.producer[s] >= 0]
-        names = [(problem.program.ops[problem.program.producer[s]].name, int(problem.nbytes[s])) for s in alive]
-        names.append(("parameters, inputs and whatever else is resident", problem.base_bytes))
-        return BudgetInfeasible(self.budget_bytes, least, sorted(names, key=lambda item: -item[1])[:8])
+        actions = self.kernel.actions(state, least, self.tier)
+        return recompute.infeasible_beyond(self.kernel.problem, self.budget_bytes, least, actions, self.options.machine)
