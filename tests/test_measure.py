@@ -79,7 +79,7 @@ def test_memory_freed_in_an_inner_measurement_is_known_to_the_outer_one() -> Non
 
 
 def test_inside_another_profiler_it_refuses_and_leaves_that_one_alone() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         with pytest.raises(FxmemError, match="another profiler"):
             measure(lambda: floats(KIB))
         trace = MemoryTrace()
