@@ -233,6 +233,7 @@ def ilp_rows() -> Iterator[Row]:
                 "kind": "ilp", "chain": chain.name, "devices": 3, "microbatches": 12, "budget": budget,
                 "ilp_bound_s": bound if bound < float("inf") else None, "auto_step_s": step,
                 "ratio": step / bound if step and bound < float("inf") else None,
+                "optimum_s": fastest_by_enumeration(problem) if step else None,
             }  # fmt: skip
 
 
@@ -256,6 +257,20 @@ def ilp_bound_s(problem: Problem) -> float:
         program = PeriodicProgram(costs, range(num), cluster, problem.chain.input_bytes * m)
         found = shortest_period(program, best / m)
         best = min(best, max(least, m * found.period_s)) if found else best
+    return best
+
+
+def fastest_by_enumeration(problem: Problem) -> float:
+    """The fastest 1F1B-n step over all cuts and all numbers in flight that don't rise from stage to stage; infinite if
+    nothing fits."""
+    evaluator, best = problem.evaluator(), float("inf")
+    num, m, length = problem.cluster.num_devices, problem.num_microbatches, len(problem.chain)
+    falling = itertools.combinations_with_replacement(range(m, 0, -1), num)
+    makers = [OneFOneBN(counts, m) for counts in falling]
+    for inner in itertools.combinations(range(1, length), num - 1):
+        for maker in makers:
+            found = evaluator.evaluate((0, *inner, length), maker, best)
+            best = found.step_s if found else best
     return best
 
 

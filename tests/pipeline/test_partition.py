@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.partition import fastest_by_enumeration
 from fxmem.errors import BudgetInfeasible, OptionError, PlanMismatch
 from fxmem.pipelining.bound import lower_bound_s
 from fxmem.pipelining.chain import Chain, Cluster, Link
@@ -45,23 +46,11 @@ def _budget(chain: Chain, num_devices: int, num: int, fraction: float) -> Cluste
     return replace(roomy, memory_bytes=max(plan.peak_bytes) * fraction)
 
 
-def _brute_force(problem: Problem) -> float:
-    """The fastest 1F1B-n step over all cuts and all in-flight vectors."""
-    evaluator, best = problem.evaluator(), np.inf
-    vectors = _vectors(problem.cluster.num_devices, problem.num_microbatches)
-    makers = [OneFOneBN(vector, problem.num_microbatches) for vector in vectors]
-    for cuts in _all_cuts(len(problem.chain), problem.cluster.num_devices):
-        for maker in makers:
-            found = evaluator.evaluate(cuts, maker, best)
-            best = found.step_s if found else best
-    return best
-
-
 @pytest.mark.parametrize(("seed", "fraction"), [(s, f) for s in range(4) for f in (1.0, 0.7, 0.5)])
 def test_auto_is_within_half_a_percent_of_brute_force(seed: int, fraction: float) -> None:
     chain = random_chain(seed, 9)
     problem = Problem(chain, _budget(chain, 3, 5, fraction), 5)
-    best = _brute_force(problem)
+    best = fastest_by_enumeration(problem)
     try:
         plan = plan_auto(problem, schedules=("1f1b-n",))
     except BudgetInfeasible:
@@ -77,7 +66,7 @@ def test_auto_against_brute_force_on_real_shapes(chain: Chain, fraction: float) 
     roomy = Cluster(4, 1e15, V100_LINK)
     peak = max(plan_pipeline(chain, roomy, 8, planner="time", recompute="none").peak_bytes)
     problem = Problem(chain, replace(roomy, memory_bytes=peak * fraction), 8)
-    assert plan_auto(problem, schedules=("1f1b-n",)).step_s <= _brute_force(problem) * 1.005
+    assert plan_auto(problem, schedules=("1f1b-n",)).step_s <= fastest_by_enumeration(problem) * 1.005
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
