@@ -53,7 +53,7 @@ def matrix_rows(
         (module, args), (other, _) = build(model), build(model)
         batch = grown(args, NUM_MICROBATCHES * ROWS.get(model, 2), dtype)
         runtime = Pipeline(module.to(dtype), split_batch(batch, {}, NUM_MICROBATCHES))
-        expected = reference(other.to(dtype), batch)
+        expected = steps_of_one_process(other.to(dtype), batch, NUM_MICROBATCHES, sgd(list(other.parameters())))
         for num_ranks in ranks:
             run = partial(_cells, runtime, module, batch, expected, num_ranks, schedules)
             found = run_ranks(num_ranks, run, TIMEOUT_S)
@@ -81,13 +81,15 @@ def sgd(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def reference(model: nn.Module, batch: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-    """Loss, gradients and (after them) buffers of every step of one process."""
-    optimizer, steps = sgd(list(model.parameters())), []
+def steps_of_one_process(
+    model: nn.Module, batch: tuple[Tensor, ...], num_microbatches: int, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Loss, gradients and (after them) buffers of `NUM_STEPS` steps of one process that runs the same microbatches."""
+    steps = []
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         loss = 0.0
-        for part in split_batch(batch, {}, NUM_MICROBATCHES):
+        for part in split_batch(batch, {}, num_microbatches):
             part_loss = model(*part.args) * (part.num_rows / batch[0].shape[0])
             part_loss.backward()
             loss += part_loss.item()

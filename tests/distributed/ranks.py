@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from bench.pipeline_matrix import steps_of_one_process
+from bench.pipeline_ranks import run_ranks
 from fxmem.capture import capture
 from fxmem.runtime.pipeline import Pipeline, build_pipeline
 from fxmem.runtime.pipeline_batch import split_batch
 from tests.zoo import build
 
-NUM_STEPS = 3
 RATE = 0.05
+TIMEOUT_S = 120
 
 
 def even_cuts(model: nn.Module, args: tuple[Any, ...], num_microbatches: int, num_stages: int) -> list[int]:
@@ -43,56 +39,8 @@ def batch_of(args: tuple[Tensor, ...], num_rows: int) -> tuple[Tensor, ...]:
 
 
 def reference(model: nn.Module, args: tuple[Any, ...], num_microbatches: int) -> list[dict[str, Any]]:
-    """Losses and gradients of `NUM_STEPS` steps of one process that runs the same microbatches."""
-    steps = []
-    for _ in range(NUM_STEPS):
-        model.zero_grad()
-        total = 0.0
-        for part in split_batch(args, {}, num_microbatches):
-            loss = model(*part.args) * (part.num_rows / args[0].shape[0])
-            loss.backward()
-            total += loss.item()
-        named = dict(model.named_parameters(remove_duplicate=False))
-        steps.append({"loss": total, "grads": {n: p.grad.clone() for n, p in named.items() if p.grad is not None}})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-    steps[-1]["buffers"] = {n: b.clone() for n, b in model.named_buffers()}
-    return steps
-
-
-def run_ranks(
-    world_size: int, function: Callable[[int], dict[str, Any]], timeout_s: float = 60
-) -> list[dict[str, Any]]:
-    """`function(rank)` in a process for each rank; what it returned, or {"error": text}."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("fork")
-        arguments = [(rank, world_size, folder, function, timeout_s) for rank in range(world_size)]
-        processes = [context.Process(target=_rank, args=a) for a in arguments]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout_s * 2)
-            if process.is_alive():
-                process.kill()
-        results = []
-        for rank in range(world_size):
-            path = Path(folder, f"{rank}.json")
-            results.append(json.loads(path.read_text()) if path.exists() else {"error": "died"})
-        return results
-
-
-def _rank(rank: int, size: int, folder: str, function: Callable[[int], dict[str, Any]], timeout_s: float) -> None:
-    store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    try:
-        result = function(rank)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    with open(os.path.join(folder, f"{rank}.json"), "w") as file:
-        json.dump(result, file)
-    os._exit(0)
+    """`steps_of_one_process`, by plain gradient descent as in `train`."""
+    return steps_of_one_process(model, args, num_microbatches, torch.optim.SGD(model.parameters(), lr=RATE))
 
 
 def train(
@@ -112,9 +60,9 @@ def train(
         for parameter in held.values():
             parameter.grad = None
         loss = schedule.step(*args)
-        mine = {n: p for n, p in held.items() if n in step["grads"]}
-        difference = sum((p.grad - step["grads"][n]).square().sum() for n, p in mine.items())
-        norm = sum(step["grads"][n].square().sum() for n in mine)
+        mine = {n: p for n, p in held.items() if n in step["gradients"]}
+        difference = sum((p.grad - step["gradients"][n]).square().sum() for n, p in mine.items())
+        norm = sum(step["gradients"][n].square().sum() for n in mine)
         worst = max(worst, float(difference / norm) ** 0.5)
         if loss is not None:
             loss_error = max(loss_error, abs(loss.item() - step["loss"]))
@@ -136,7 +84,7 @@ def case(name: str, schedule: Any, num_ranks: int, num_stages: int, num_microbat
     pipeline = build_pipeline(model, batch, cuts, num_microbatches, schedule, num_ranks=num_ranks)
     other, _ = build(name)
     expected = reference(other, batch, num_microbatches)
-    results = run_ranks(num_ranks, lambda rank: train(pipeline, batch, expected, rank))
+    results = run_ranks(num_ranks, lambda rank: train(pipeline, batch, expected, rank), TIMEOUT_S)
     errors = [r["error"] for r in results if "error" in r]
     print(
         json.dumps(
@@ -187,7 +135,7 @@ def planned(name: str, schedule: str, num_ranks: int, num_microbatches: int, num
             "batch": sum(t.nbytes for t in batch),
         }  # fmt: skip
 
-    print(json.dumps(run_ranks(num_ranks, run)), flush=True)
+    print(json.dumps(run_ranks(num_ranks, run, TIMEOUT_S)), flush=True)
 
 
 def in_flight(schedule: str, num_stages: int) -> None:
@@ -213,7 +161,7 @@ def in_flight(schedule: str, num_stages: int) -> None:
             schedule.step(*batch)
             return {"rise_bytes": max(seen) - seen[0]}
 
-        found.append([rank["rise_bytes"] for rank in run_ranks(2, run)])
+        found.append([rank["rise_bytes"] for rank in run_ranks(2, run, TIMEOUT_S)])
     print(json.dumps(found), flush=True)
 
 
