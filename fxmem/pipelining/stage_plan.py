@@ -6,7 +6,6 @@ with a limit on what crosses the start of backward, which is paid once for every
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,13 +97,13 @@ class StagePlanner:
             return whole
         least = min(made.need_bytes(in_flight) for made in (whole, *self._found))
         if self._spent_s < SPEND_S or least > room_bytes:
-            started = time.perf_counter()
+            started = self._options.effort.now()
             for made in self._tries(room_bytes, in_flight):
                 if not isinstance(made, int):
                     self._found.append(made)
                     made = made.need_bytes(in_flight)
                 least = min(least, made)
-            self._spent_s += time.perf_counter() - started
+            self._spent_s += self._options.effort.now() - started
         fitting = [made for made in self._found if made.need_bytes(in_flight) <= room_bytes]
         return min(fitting, key=lambda a: a.extra_s) if fitting else max(least, room_bytes + 1)
 

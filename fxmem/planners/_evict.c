@@ -41,7 +41,7 @@ static void operands_changed(Run *r, int k);
 /* Bring next_use[s] up to date; a dead s passes the change on to what it would be recomputed from. */
 static void update(Run *r, int s) {
     int was = r->next_use[s];
-    r->c->work++;
+    ++*r->c->work;
     r->next_use[s] = local_next_use(r, s);
     if (r->next_use[s] != was && !r->alive[s]) operands_changed(r, r->c->prod[s]);
 }
@@ -58,7 +58,7 @@ static void forget_chains(Run *r, int s, int stamp) {
             int o = c->wi[j];
             if (c->stamp[c->N + o] == stamp) continue;
             c->stamp[c->N + o] = stamp;
-            c->work++;
+            ++*c->work;
             r->chain[o] = -1.0;
             if (!r->alive[o]) forget_chains(r, o, stamp);
         }
@@ -82,7 +82,7 @@ static double chain(Run *r, int s) {
     while (sp >= 0) {
         int k = c->stk[sp--];
         t += c->sec[k];
-        c->work++;
+        ++*c->work;
         for (int i = c->rp[k]; i < c->rp[k + 1]; i++) {
             int u = c->ri[i], p = c->prod[u];
             if (!r->alive[u] && c->stamp[p] != stamp) { c->stamp[p] = stamp; c->stk[++sp] = p; }
@@ -144,7 +144,7 @@ static void run_kernel(Run *r, int k) {
         r->next_use[w] = local_next_use(r, w);
         if (r->now >= c->nf) r->touched[w] = r->now;
     }
-    c->work++;
+    ++*c->work;
 }
 
 static void unlock(Run *r, int k) {

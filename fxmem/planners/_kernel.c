@@ -1,22 +1,14 @@
 /* Exact evaluation of a rematerialization state: emission of backward with just-in-time recompute, then one
  * reverse liveness pass over backward and forward. */
-#define _POSIX_C_SOURCE 199309L
 #include "_kernel.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 static void *dup(const void *p, size_t n) {
     void *q = malloc(n ? n : 1);
     if (q && n) memcpy(q, p, n);
     return q;
-}
-
-double fx_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 double fx_uniform(Ctx *c) {   /* splitmix64 */
@@ -57,10 +49,10 @@ void fx_clear(Ctx *c) {
 
 Ctx *fx_new(int N, int nf, int S, const int *rp, const int *ri, const int *wp, const int *wi, const double *sec,
             const int64_t *ws, const uint8_t *rec, const int64_t *nb, const int *prod, const uint8_t *keep,
-            const uint8_t *cand) {
+            const uint8_t *cand, int64_t *work) {
     Ctx *c = calloc(1, sizeof(Ctx));
     size_t n = (size_t)N, s = (size_t)S;
-    c->N = N; c->nf = nf; c->S = S;
+    c->N = N; c->nf = nf; c->S = S; c->work = work;
     c->rp = dup(rp, sizeof(int) * (n + 1)); c->ri = dup(ri, sizeof(int) * (size_t)rp[N]);
     c->wp = dup(wp, sizeof(int) * (n + 1)); c->wi = dup(wi, sizeof(int) * (size_t)wp[N]);
     c->sec = dup(sec, sizeof(double) * n); c->ws = dup(ws, sizeof(int64_t) * n);
@@ -210,7 +202,7 @@ static void back_over_forward(Ctx *c, int64_t room, int64_t alive, Eval *e) {
 
 Eval fx_eval(Ctx *c, int64_t room) {
     Eval e = {0.0, -1, 0.0, 0};
-    if (!emit(c)) { e.extra = e.over = HUGE_VAL; e.peak = INT64_MAX; c->work += c->num_steps; return e; }
+    if (!emit(c)) { e.extra = e.over = HUGE_VAL; e.peak = INT64_MAX; *c->work += c->num_steps + VISITS_PER_EVAL; return e; }
     memcpy(c->need, c->keep, (size_t)c->S);
     int64_t alive = c->keep_bytes, worst = 0;
     for (int t = c->num_steps - 1; t >= 0; t--) {
@@ -226,14 +218,13 @@ Eval fx_eval(Ctx *c, int64_t room) {
     }
     memcpy(c->used, c->need, (size_t)c->S);
     back_over_forward(c, room, alive, &e);
-    c->work += c->num_steps + c->nf;
+    *c->work += c->num_steps + c->nf + VISITS_PER_EVAL;
     return e;
 }
 
 void fx_evaluate(Ctx *c, int64_t room, Eval *out) { *out = fx_eval(c, room); }
 void fx_seed(Ctx *c, uint64_t seed) { c->rng = seed * 0x2545F4914F6CDD1DULL + 1; }
 void fx_classes(Ctx *c, const int *cls) { memcpy(c->cls, cls, sizeof(int) * (size_t)c->S); }
-int64_t fx_work(const Ctx *c) { return c->work; }
 
 /* Read back the last evaluation: backward steps, their segments and bytes, forward kernels that run. */
 int fx_steps(const Ctx *c, int *E, int *seg, int64_t *mem, int64_t *fwmem, uint8_t *run, uint8_t *used) {

@@ -40,7 +40,7 @@ typedef struct {
     /* scratch */
     uint8_t *avail, *mark;
     int *stk, *stp, *last, *stamp, clock;
-    int64_t work;                   /* kernels visited so far: a machine-independent measure of effort */
+    int64_t *work;                  /* kernels visited so far, by all that share the counter: a measure of effort */
     uint64_t rng;
 } Ctx;
 
@@ -54,7 +54,6 @@ Toggle fx_inverse(Toggle t);
 int fx_has_drop(const Ctx *c, int b, int s);
 double fx_uniform(Ctx *c);
 double fx_normal(Ctx *c);
-double fx_now(void);
 int fx_emit_missing(Ctx *c, int top, int segment);
 void fx_touches_before(Ctx *c, int worst);
 void fx_settle(Ctx *c);
@@ -63,8 +62,10 @@ void fx_snap_take(const Ctx *c, Snapshot *s);
 void fx_snap_put(Ctx *c, const Snapshot *s);
 void fx_snap_free(Snapshot *s);
 
-/* Is it past `deadline` (seconds of fx_now; 0: none)? */
-static inline int fx_is_late(double deadline) { return deadline > 0 && fx_now() > deadline; }
+enum { VISITS_PER_EVAL = 16 };   /* what an evaluation costs beside its visits, which matters in small problems */
+
+/* Is more than `deadline` work done (0: no limit)? */
+static inline int fx_is_late(const Ctx *c, int64_t deadline) { return deadline > 0 && *c->work > deadline; }
 
 /* qsort, also of nothing: its pointer may not be null even then. */
 static inline void fx_sort(void *at, int n, size_t size, int (*compare)(const void *, const void *)) {

@@ -313,14 +313,14 @@ Joint fx_off_eval(Off *o, int64_t room) {
     Ctx *c = o->c;
     Joint e = {0.0, -1, 0.0, 0, 0.0};
     if (!emit(o)) {
-        c->work += c->num_steps;
+        *c->work += c->num_steps + VISITS_PER_EVAL;
         return (Joint){HUGE_VAL, INT64_MAX, HUGE_VAL, 0, 0.0};
     }
     back_over_forward(o, room, back_over_backward(o, room, &e), &e);
-    c->work += c->num_steps + c->nf;
+    *c->work += c->num_steps + c->nf + VISITS_PER_EVAL;
     if ((o->must_fit && e.peak > room) || e.extra > o->limit_s || e.over > o->limit_over) return e;
     if (o->num_visits) {
-        c->work += c->num_steps + c->nf;
+        *c->work += c->num_steps + c->nf + VISITS_PER_EVAL;
         place(o, room);
         sweep(o, room);
         e.extra = play(o, &e.moved) - c->total;

@@ -132,13 +132,13 @@ static int best_move(Off *o, Moves *m, Guess *g, Joint now, int64_t room, int lo
 }
 
 /* Take the cheapest decision per byte of overflow until the peak fits. Returns 1 if it does. */
-int fx_off_greedy(Off *o, int64_t room, int look, int rounds, double noise, double deadline, Joint *out) {
+int fx_off_greedy(Off *o, int64_t room, int look, int rounds, double noise, int64_t deadline, Joint *out) {
     Ctx *c = o->c;
     Guess g = new_guess(o);
     Moves m = {0, 0, 0};
     Joint e = fx_off_eval(o, room);
     settle(o);
-    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline)) {
+    while (e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(c, deadline)) {
         collect(o, e.worst, &m);
         int i = best_move(o, &m, &g, e, room, look, noise);
         if (i < 0) break;
@@ -175,7 +175,7 @@ static void decisions(Off *o, Moves *m) {
 
 /* Single decisions, most promising first, each looked at with probability `share`, taken if time falls (or bytes moved,
  * at equal time) and the peak fits. */
-static Joint polish(Off *o, int64_t room, int passes, double share, double deadline) {
+static Joint polish(Off *o, int64_t room, int passes, double share, int64_t deadline) {
     Ctx *c = o->c;
     Moves m = {0, 0, 0};
     Joint e = fx_off_eval(o, room);
@@ -186,7 +186,7 @@ static Joint polish(Off *o, int64_t room, int passes, double share, double deadl
         decisions(o, &m);
         fx_sort(m.at, m.n, sizeof(Move), by_ratio);
         for (int i = 0; i < m.n; i++) {
-            if ((i & 15) == 0 && fx_is_late(deadline)) { passes = 0; break; }
+            if ((i & 15) == 0 && fx_is_late(c, deadline)) { passes = 0; break; }
             if (share < 1.0 && fx_uniform(c) > share) continue;
             Undo u = apply(c, m.at[i].d);
             o->limit_s = e.extra;
@@ -202,7 +202,7 @@ static Joint polish(Off *o, int64_t room, int passes, double share, double deadl
     return fx_off_eval(o, room);
 }
 
-void fx_off_polish(Off *o, int64_t room, int passes, double deadline, Joint *out) {
+void fx_off_polish(Off *o, int64_t room, int passes, int64_t deadline, Joint *out) {
     *out = polish(o, room, passes, 1.0, deadline);
 }
 
@@ -240,7 +240,7 @@ static void ruin(Off *o) {
 }
 
 /* Rounds of: a few random decisions or a stretch undone, greedy repair with noise, polish; ends in the best state seen. */
-int fx_off_perturb(Off *o, int64_t room, int rounds, int strength, double temperature, double deadline, Joint *out) {
+int fx_off_perturb(Off *o, int64_t room, int rounds, int strength, double temperature, int64_t deadline, Joint *out) {
     Ctx *c = o->c;
     Snapshot best = fx_snap_new(c), now = fx_snap_new(c);
     Moves m = {0, 0, 0};
@@ -248,7 +248,7 @@ int fx_off_perturb(Off *o, int64_t room, int rounds, int strength, double temper
     int done = 0;
     settle(o);
     fx_snap_take(c, &best); fx_snap_take(c, &now);
-    for (; done < rounds && fx_now() < deadline; done++) {
+    for (; done < rounds && *c->work < deadline; done++) {
         Joint f;
         decisions(o, &m);
         fx_off_eval(o, room);

@@ -216,7 +216,7 @@ static int least_bad(const Moves *m, double price) {
 
 /* Toggle the cheapest decisions until the peak is within the room. Where none helps, some are forced, and what was forced
  * is not decided about again. Returns 1 if the peak fits. */
-int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double deadline, Eval *out) {
+int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, int64_t deadline, Eval *out) {
     Guess g = new_guess(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
@@ -224,7 +224,7 @@ int fx_repair(Ctx *c, int64_t room, int look, int rounds, double noise, double d
     double price = PRICE * c->total / ((double)room + 1.0);
     if (noise > 0) price *= exp(2.0 * fx_normal(c));
     fx_settle(c);
-    for (int left = MOST_FORCED; e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(deadline);) {
+    for (int left = MOST_FORCED; e.peak > room && rounds-- > 0 && e.over < HUGE_VAL && !fx_is_late(c, deadline);) {
         collect(c, e.worst, &m);
         for (int i = m.n; i-- > 0;) if (forced[m.at[i].t.s]) m.at[i] = m.at[--m.n];
         int i = best_move(c, &m, &g, e, room, look, noise), ok = i >= 0;
@@ -265,10 +265,10 @@ static int accepts(Ctx *c, Eval *e, int64_t room, int removes) {
 }
 
 /* One pass over all decisions to undo, dearest first, class by class in halving groups. Returns whether time fell. */
-static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, double deadline) {
+static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, int64_t deadline) {
     int gain = 0, *at = malloc(sizeof(int) * (size_t)(m->n + 1));
     uint8_t *done = calloc((size_t)m->n + 1, 1);
-    for (int i = 0; i < m->n && *looks > 0 && !fx_is_late(deadline); i++) {
+    for (int i = 0; i < m->n && *looks > 0 && !fx_is_late(c, deadline); i++) {
         int n = 0;
         if (done[i]) continue;
         for (int j = i; j < m->n && c->sec[c->prod[m->at[j].t.s]] >= 0.5 * m->at[i].extra; j++)
@@ -290,7 +290,7 @@ static int polish_pass(Ctx *c, Moves *m, Eval *e, int64_t room, int *looks, doub
 }
 
 /* Undo decisions wherever time falls (or stays, with fewer of them) and the peak still fits, in at most `looks` looks. */
-void fx_polish(Ctx *c, int64_t room, int looks, double deadline, Eval *out) {
+void fx_polish(Ctx *c, int64_t room, int looks, int64_t deadline, Eval *out) {
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room);
     fx_settle(c);
@@ -348,13 +348,13 @@ static Toggle random_toggle(Ctx *c, Moves *m) {
 }
 
 /* Undo a few random decisions, repair with noise, polish; keep what is not worse by more than a falling temperature. */
-int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperature, double deadline, Eval *out) {
+int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperature, int64_t deadline, Eval *out) {
     Snapshot best = fx_snap_new(c), now = fx_snap_new(c);
     Moves m = {0, 0, 0};
     Eval e = fx_eval(c, room), top = e;
     int done = 0;
     fx_snap_take(c, &best); fx_snap_take(c, &now);
-    for (; done < rounds && fx_now() < deadline; done++) {
+    for (; done < rounds && *c->work < deadline; done++) {
         int flips = 1 + (int)(fx_uniform(c) * strength);
         decisions(c, &m);
         fx_eval(c, room);
@@ -372,43 +372,5 @@ int fx_perturb(Ctx *c, int64_t room, int rounds, int strength, double temperatur
     fx_snap_put(c, &best);
     *out = fx_eval(c, room);
     fx_snap_free(&best); fx_snap_free(&now); free(m.at);
-    return done;
-}
-
-/* Metropolis over single changes; cost = extra seconds + weight * overflow. Ends in the best feasible state seen. */
-int fx_anneal(Ctx *c, int64_t room, int rounds, double t0, double t1, double weight, double deadline, Eval *out) {
-    Snapshot best = fx_snap_new(c);
-    Moves m = {0, 0, 0};
-    Eval e = fx_eval(c, room), top = e;
-    int done = 0;
-    decisions(c, &m);
-    fx_snap_take(c, &best);
-    for (; done < rounds; done++) {
-        if ((done & 63) == 0) {
-            if (fx_now() > deadline) break;
-            decisions(c, &m);
-        }
-        double temp = c->total * t0 * pow(t1 / t0, (double)done / rounds);
-        Toggle t = random_toggle(c, &m);
-        int before = c->drops, was = c->saved[t.s];
-        fx_apply(c, t);
-        if (c->drops == before && c->saved[t.s] == was) continue;
-        Eval f = fx_eval(c, room);
-        double delta = f.extra - e.extra + weight * (f.over - e.over);
-        if (!(delta <= 0 || fx_uniform(c) < exp(-delta / temp))) {
-            fx_apply(c, fx_inverse(t));
-            continue;
-        }
-        e = f;
-        fx_settle(c);
-        int fits = e.peak <= room, top_fits = top.peak <= room;
-        if ((fits && !top_fits) || (fits && e.extra < top.extra - 1e-12 * c->total) || (!top_fits && e.peak < top.peak)) {
-            top = e;
-            fx_snap_take(c, &best);
-        }
-    }
-    fx_snap_put(c, &best);
-    *out = fx_eval(c, room);
-    fx_snap_free(&best); free(m.at);
     return done;
 }

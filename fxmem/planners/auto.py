@@ -4,7 +4,6 @@ then randomised search from the best of them."""
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from fxmem.errors import BudgetInfeasible
@@ -90,13 +89,13 @@ def quick(pool: Pool, family: CutFamily, deadline_s: float) -> None:
     """The generators, each candidate repaired and polished."""
     for state in first_states(pool, family):
         pool.improve(state, deadline_s)
-        if time.monotonic() > deadline_s:
+        if pool.kernel.effort.now() > deadline_s:
             return
 
 
 def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) -> None:
     """Raise the bound, moment by moment; every schedule that the solver proposes is a candidate."""
-    while len(bound.moments) < max_moments and time.monotonic() < deadline_s and not bound.closes(pool.best_s):
+    while len(bound.moments) < max_moments and pool.kernel.effort.now() < deadline_s and not bound.closes(pool.best_s):
         found = len(bound.states)
         more = bound.step(deadline_s, pool.best_s)
         for state in bound.states[found:]:
@@ -108,11 +107,11 @@ def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) 
 def perturb(pool: Pool, deadline_s: float, turns: Iterable[int]) -> None:
     """The states kept, perturbed in turn, a hundred rounds each."""
     for turn in turns:
-        if not pool.fitting or time.monotonic() >= deadline_s:
+        if not pool.fitting or pool.kernel.effort.now() >= deadline_s:
             return
         at, lap = turn % len(pool.fitting), turn // _NUM_KEPT
         pool.kernel.load(pool.fitting[at][2])
-        left_s, temperature = deadline_s - time.monotonic(), _TEMPERATURES[lap % len(_TEMPERATURES)]
+        left_s, temperature = deadline_s - pool.kernel.effort.now(), _TEMPERATURES[lap % len(_TEMPERATURES)]
         score = pool.kernel.perturb(pool.budget_bytes, left_s, _ROUNDS, temperature=temperature)
         pool.add(score, pool.kernel.store())
 
@@ -123,15 +122,16 @@ def search(pool: Pool, deadline_s: float, seed: int) -> None:
     kernel, budget = pool.kernel, pool.budget_bytes
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
     kernel.seed(seed)
-    slice_s = max(0.02, (deadline_s - time.monotonic()) / 16)
-    improved_s, known, turns = time.monotonic(), pool.best_s, itertools.count()
-    while time.monotonic() < min(deadline_s, improved_s + 12 * slice_s):
-        end = min(deadline_s, time.monotonic() + 2 * slice_s)
-        while time.monotonic() < end:
+    effort = kernel.effort
+    slice_s = max(0.02, (deadline_s - effort.now()) / 16)
+    improved_s, known, turns = effort.now(), pool.best_s, itertools.count()
+    while effort.now() < min(deadline_s, improved_s + 12 * slice_s):
+        end = min(deadline_s, effort.now() + 2 * slice_s)
+        while effort.now() < end:
             _noisy_step(pool, noisy, deadline_s)
-        perturb(pool, min(deadline_s, time.monotonic() + 2 * slice_s), turns)
+        perturb(pool, min(deadline_s, effort.now() + 2 * slice_s), turns)
         if pool.best_s < known:
-            improved_s, known = time.monotonic(), pool.best_s
+            improved_s, known = effort.now(), pool.best_s
 
 
 def _noisy_step(pool: Pool, noisy: NoisyEviction, deadline_s: float) -> None:
@@ -143,7 +143,8 @@ def _noisy_step(pool: Pool, noisy: NoisyEviction, deadline_s: float) -> None:
         noisy.accept(1e6 + score.over_bytes, setting)
         return
     if score.extra_s < 1.1 * pool.best_s:
-        score = pool.kernel.perturb(pool.budget_bytes, min(0.05, deadline_s - time.monotonic()), 20, temperature=0.0)
+        left_s = min(0.05, deadline_s - pool.kernel.effort.now())
+        score = pool.kernel.perturb(pool.budget_bytes, left_s, 20, temperature=0.0)
         pool.add(score, pool.kernel.store())
     noisy.accept(score.extra_s, setting)
 
@@ -151,13 +152,13 @@ def _noisy_step(pool: Pool, noisy: NoisyEviction, deadline_s: float) -> None:
 def smallest(kernel: Kernel, family: CutFamily, peak_bytes: int, deadline_s: float, seed: int) -> tuple[int, State]:
     """Bisect for the smallest peak that the generators and a little search reach: (bytes, state)."""
     low, best = least_bytes(kernel.problem), (peak_bytes, kernel.all_saved())
-    while best[0] - low > max(1, best[0] // 1000) and time.monotonic() < deadline_s:
+    while best[0] - low > max(1, best[0] // 1000) and kernel.effort.now() < deadline_s:
         middle = (low + best[0]) // 2
         pool = Pool(kernel, middle, peak_bytes)
-        end = min(deadline_s, time.monotonic() + (deadline_s - time.monotonic()) / 3)
+        end = min(deadline_s, kernel.effort.now() + (deadline_s - kernel.effort.now()) / 3)
         for state in (best[1], *evicted_states(kernel, middle, peak_bytes)):
             pool.improve(state, end)
-            if pool.best is not None or time.monotonic() > end:
+            if pool.best is not None or kernel.effort.now() > end:
                 break
         if pool.best is None:
             _first_fit(pool, family, end, seed)
@@ -175,7 +176,7 @@ def _first_fit(pool: Pool, family: CutFamily, deadline_s: float, seed: int) -> N
         if pool.best is not None:
             return
     noisy = NoisyEviction(pool.kernel, pool.budget_bytes, pool.peak_bytes, seed)
-    while pool.best is None and time.monotonic() < deadline_s:
+    while pool.best is None and pool.kernel.effort.now() < deadline_s:
         state, setting = noisy.propose()
         score = pool.improve(state, deadline_s, look=4)
         if score is not None:
@@ -193,34 +194,36 @@ def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
 
         return plan_with_offload(problem, budget_bytes, options)
     limit_s = default_limit_s(problem) if options.solve_s is None else options.solve_s
-    kernel = Kernel(problem)
+    effort = options.effort
+    kernel = Kernel(problem, effort=effort)
     if problem.num_kernels > _SHARE_ABOVE:
         kernel.share(storage_classes(problem))
     kernel.load(kernel.all_saved())
     peak_bytes = kernel.evaluate(budget_bytes).peak_bytes
     pool = Pool(kernel, budget_bytes, peak_bytes)
-    bound = LowerBound(problem, kernel.cand, budget_bytes)
+    bound = LowerBound(problem, kernel.cand, budget_bytes, effort=effort)
     fits = peak_bytes <= budget_bytes
     pool.improve(kernel.all_saved() if fits else next(evicted_states(kernel, budget_bytes, peak_bytes)))
     if peak_bytes > budget_bytes >= least_bytes(problem):
-        improve(pool, bound, CutFamily(problem, kernel.cand), limit_s, options)
+        improve(pool, bound, CutFamily(kernel), limit_s, options)
     if pool.best is None:
-        found = smallest(kernel, CutFamily(problem, kernel.cand), peak_bytes, time.monotonic() + limit_s, options.seed)
+        found = smallest(kernel, CutFamily(kernel), peak_bytes, effort.now() + limit_s, options.seed)
         if found[0] > budget_bytes:
             raise infeasible(kernel, budget_bytes, *found)
         pool.improve(found[1])
     assert pool.best is not None
-    return solution(kernel, pool.best, bound.seconds, {"candidates": len(pool.seen), "work": kernel.work})
+    return solution(kernel, pool.best, bound.seconds, {"candidates": len(pool.seen), "work": effort.work})
 
 
 def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit_s: float, options: Options) -> None:
     """Everything `auto` knows, until the bound is reached, nothing more is found, or time is up."""
-    started = time.monotonic()
+    now = pool.kernel.effort.now
+    started = now()
 
     def say(message: str) -> None:
         if options.progress is not None:
             extra = 100 * pool.best_s / max(pool.kernel.problem.baseline_s, 1e-30)
-            options.progress(time.monotonic() - started, f"{message}; best so far +{extra:.2f} %")
+            options.progress(now() - started, f"{message}; best so far +{extra:.2f} %")
 
     say("first bound")
     certify(pool, bound, started + 0.2 * limit_s, 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import numpy.typing as npt
 
+from fxmem.effort import Effort
 from fxmem.planners.kernel import Kernel, State
 from fxmem.planners.moments import MomentModel, last_readers, required_kernels
 from fxmem.planners.problem import Problem
@@ -56,8 +55,15 @@ class LowerBound:
     `seconds`: the best bound so far. `states`: schedules that the MILP proposed on the way (exact at its moments only).
     """
 
-    def __init__(self, problem: Problem, cand: npt.NDArray[np.uint8], budget_bytes: int, tie: bool = False) -> None:
-        self.kernel = Kernel(problem, cand)
+    def __init__(
+        self,
+        problem: Problem,
+        cand: npt.NDArray[np.uint8],
+        budget_bytes: int,
+        tie: bool = False,
+        effort: Effort | None = None,
+    ) -> None:
+        self.kernel = Kernel(problem, cand, effort)
         self.model = MomentModel(problem, cand, budget_bytes)
         self.budget_bytes, self.tie = budget_bytes, tie
         self.seconds = self.floor_s = -free_lunch_s(problem)
@@ -71,7 +77,7 @@ class LowerBound:
 
     def grow(self, deadline_s: float, max_moments: int = 8, best_s: float = np.inf) -> None:
         """Step until a schedule of the MILP fits, `best_s` is proven, or time is up."""
-        while len(self.moments) <= max_moments and time.monotonic() < deadline_s and not self.closes(best_s):
+        while len(self.moments) <= max_moments and self.kernel.effort.now() < deadline_s and not self.closes(best_s):
             if not self.step(deadline_s, best_s):
                 return
 
@@ -94,10 +100,10 @@ class LowerBound:
             self._solve(deadline_s, best_s, integral=True)
 
     def _solve(self, deadline_s: float, best_s: float, integral: bool) -> None:
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - self.kernel.effort.now()
         if left_s <= 0 or self.closes(best_s):
             return
-        answer = self.model.solve(self.moments, left_s, integral, self.tie, best_s - self.floor_s)
+        answer = self.model.solve(self.moments, self.kernel.effort, left_s, integral, self.tie, best_s - self.floor_s)
         self.seconds = max(self.seconds, answer.bound_s + self.floor_s)
         if answer.state is not None:
             self.states.append(answer.state)

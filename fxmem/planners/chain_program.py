@@ -38,7 +38,8 @@ from fxmem.schedule.actions import Compute, Free, Offload, Recompute, Reload, St
 
 BLOCK_COUNTS = (64, 32, 16, 8)
 NUM_SLOTS = 400
-MOST_WORK = 100_000  # actions judged per knob (25 us each); a schedule that was dear to find counts as more
+MOST_WORK = 100_000  # actions judged per knob; a schedule that was dear to find counts as more
+_ACTION_S = 25e-6  # of judging one
 _WORK_PER_S = 5_000  # of `solve_s`, so that all knobs together take about that long
 _LEAST_WORK = 5_000
 _DP_WORK, _POFO_WORK = 1_000, 5_000  # of one call
@@ -311,7 +312,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
         may_move = within(problem, offloadable(problem, options.pinned), options.machine.capacity_bytes.get(tier))
         search = _Search(problem, budget_bytes, options.machine, tier, may_move)
         for make, counts, price in tries:
-            search.work = most_work(options)
+            allowed = search.work = most_work(options)
             for blocks in cuttings(problem, counts):
                 if search.work <= 0:
                     break
@@ -323,6 +324,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
                     blocks = replace(blocks, chain=replace(blocks.chain, beta=beta))
                 if not search.fits(blocks, compute_actions(save_everything(blocks.chain))):
                     search.largest(blocks, *make(blocks), price)
+            options.effort.spend(_ACTION_S * (allowed - search.work))
         if search.best is None:
             raise BudgetInfeasible(budget_bytes, search.least)
         return Solution(search.best[1], 0.0, {"schedules tried": search.tried})

@@ -12,6 +12,7 @@ from fxmem.planners.kernel import Kernel, State
 Setting = tuple[npt.NDArray[np.float64], int, float]
 """Logs of the score factors, index into EXPONENTS, share of the room added."""
 EXPONENTS = ((1.0, 0.5), (0.5, 0.5), (1.0, 1.0), (0.5, 1.0))
+_PROPOSE_S = 5e-5  # drawing a setting
 SHARES = (0.0, 0.1, 0.2, 0.05, 0.3, 0.5, -0.03)
 
 
@@ -37,6 +38,7 @@ class NoisyEviction:
 
     def propose(self) -> tuple[State, Setting]:
         """A state, and the setting that made it."""
+        self.kernel.effort.spend(_PROPOSE_S)
         _, logs, which, share = self.best
         logs = logs.copy()
         changed = self.rng.random(len(logs)) < self.rng.choice([0.02, 0.05, 0.2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fxmem.planners.auto import Pool, infeasible, smallest, solution
 from fxmem.planners.bound import LowerBound, least_bytes
 from fxmem.planners.kernel import Kernel
@@ -21,15 +19,16 @@ def exact(problem: Problem, budget_bytes: int, options: Options) -> Solution:
     Raises BudgetInfeasible with the smallest peak found.
     """
     limit_s = _SOLVE_S if options.solve_s is None else options.solve_s
-    deadline_s = time.monotonic() + limit_s
-    kernel = Kernel(problem)
+    effort = options.effort
+    deadline_s = effort.now() + limit_s
+    kernel = Kernel(problem, effort=effort)
     kernel.load(kernel.all_saved())
     score = kernel.evaluate(budget_bytes)
     pool = Pool(kernel, budget_bytes, score.peak_bytes)
     pool.improve(kernel.all_saved())
-    bound = LowerBound(problem, kernel.cand, budget_bytes, tie=True)
+    bound = LowerBound(problem, kernel.cand, budget_bytes, tie=True, effort=effort)
     if budget_bytes >= least_bytes(problem):
-        while not bound.exhausted and not bound.closes(pool.best_s) and time.monotonic() < deadline_s:
+        while not bound.exhausted and not bound.closes(pool.best_s) and effort.now() < deadline_s:
             found = len(bound.states)
             if not bound.step(deadline_s, pool.best_s):
                 break
@@ -39,8 +38,8 @@ def exact(problem: Problem, budget_bytes: int, options: Options) -> Solution:
         for state in bound.states:
             pool.improve(state)
     if pool.best is None:
-        family = CutFamily(problem, kernel.cand)
-        least, state = smallest(kernel, family, score.peak_bytes, time.monotonic() + limit_s, options.seed)
+        family = CutFamily(kernel)
+        least, state = smallest(kernel, family, score.peak_bytes, effort.now() + limit_s, options.seed)
         if least > budget_bytes:
             raise infeasible(kernel, budget_bytes, least, state)
         pool.improve(state)

@@ -14,7 +14,6 @@ import os
 import shlex
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,11 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fxmem.analysis.cache import cache_dir
+from fxmem.effort import Effort, work_until
 from fxmem.errors import FxmemError
 from fxmem.planners.problem import IntArray, Problem
 
 SOURCES = ("_kernel.c", "_evict.c", "_search.c", "_offload.c", "_offload_search.c")
 HEADERS = ("_kernel.h", "_offload.h")
+_STATE_S = 2e-5  # of handing a state over
 _SMALL_SHARE = 1e-3  # storages whose sizes add up to this share of all that backward could keep are always kept
 
 
@@ -118,7 +119,7 @@ def _library() -> ctypes.CDLL:
     pointer, real, integer, wide = ctypes.c_void_p, ctypes.c_double, ctypes.c_int, ctypes.c_int64
     out = ctypes.POINTER(_Eval)
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "fx_new": (pointer, [integer] * 3 + [pointer] * 11),
+        "fx_new": (pointer, [integer] * 3 + [pointer] * 12),
         "fx_free": (None, [pointer]),
         "fx_load": (None, [pointer, pointer, integer, pointer, pointer]),
         "fx_store": (integer, [pointer, pointer, integer, pointer, pointer]),
@@ -127,12 +128,10 @@ def _library() -> ctypes.CDLL:
         "fx_steps": (integer, [pointer] * 7),
         "fx_seed": (None, [pointer, ctypes.c_uint64]),
         "fx_classes": (None, [pointer, pointer]),
-        "fx_work": (wide, [pointer]),
         "fx_evict": (integer, [pointer, wide, real, real, pointer]),
-        "fx_repair": (integer, [pointer, wide, integer, integer, real, real, out]),
-        "fx_polish": (None, [pointer, wide, integer, real, out]),
-        "fx_perturb": (integer, [pointer, wide, integer, integer, real, real, out]),
-        "fx_anneal": (integer, [pointer, wide, integer, real, real, real, real, out]),
+        "fx_repair": (integer, [pointer, wide, integer, integer, real, wide, out]),
+        "fx_polish": (None, [pointer, wide, integer, wide, out]),
+        "fx_perturb": (integer, [pointer, wide, integer, integer, real, wide, out]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -161,10 +160,14 @@ def mutated(problem: Problem) -> npt.NDArray[np.bool_]:
 
 
 class Kernel:
-    """One problem in the compiled kernel, with a current state. Not thread-safe; one per thread."""
+    """One problem in the compiled kernel, with a current state; its work counts towards `effort`. Not thread-safe; one
+    per thread. Deadlines are of `effort.now()` (0: none)."""
 
-    def __init__(self, problem: Problem, cand: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, problem: Problem, cand: npt.NDArray[np.uint8] | None = None, effort: Effort | None = None
+    ) -> None:
         self.problem = problem
+        self.effort = Effort() if effort is None else effort
         self.cand = candidates(problem) if cand is None else cand
         self.lib = _library()
         self.base = problem.base_bytes
@@ -185,7 +188,11 @@ class Kernel:
             )
         ]
         self.ctx = self.lib.fx_new(
-            problem.num_kernels, problem.num_forward, problem.num_storages, *(a.ctypes.data for a in arrays)
+            problem.num_kernels,
+            problem.num_forward,
+            problem.num_storages,
+            *(a.ctypes.data for a in arrays),
+            self.effort.address,
         )
         self.seed(0)
 
@@ -202,13 +209,9 @@ class Kernel:
         """Storages of one class (by id) play the same part in identical blocks: what is learnt of one holds for all."""
         self.lib.fx_classes(self.ctx, np.ascontiguousarray(classes, dtype=np.int32).ctypes.data)
 
-    @property
-    def work(self) -> int:
-        """Kernels visited so far: a measure of effort that does not depend on the machine."""
-        return int(self.lib.fx_work(self.ctx))
-
     def load(self, state: State) -> None:
         """Make `state` the current one (storages that are no candidates are kept whatever it says)."""
+        self.effort.spend(_STATE_S)
         saved = np.ascontiguousarray(state.saved, dtype=np.uint8)
         pairs = np.array(state.drops, dtype=np.int32).reshape(-1, 2)
         b, s = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
@@ -262,30 +265,21 @@ class Kernel:
         self, budget_bytes: int, look: int = 8, rounds: int = 1 << 30, noise: float = 0.0, deadline_s: float = 0.0
     ) -> Score:
         """Toggle the decisions cheapest per byte of overflow until the peak fits, if it can. `look`: decisions examined
-        beyond the best so far. Deadlines are `time.monotonic()` values."""
-        out = _Eval()
-        self.lib.fx_repair(self.ctx, budget_bytes - self.base, look, rounds, noise, deadline_s, ctypes.byref(out))
+        beyond the best so far."""
+        out, end = _Eval(), work_until(deadline_s)
+        self.lib.fx_repair(self.ctx, budget_bytes - self.base, look, rounds, noise, end, ctypes.byref(out))
         return self._score(out)
 
     def polish(self, budget_bytes: int, looks: int = 1 << 30, deadline_s: float = 0.0) -> Score:
         """Undo decisions that are no longer worth their time, the peak staying under the budget."""
-        out = _Eval()
-        self.lib.fx_polish(self.ctx, budget_bytes - self.base, looks, deadline_s, ctypes.byref(out))
+        out, end = _Eval(), work_until(deadline_s)
+        self.lib.fx_polish(self.ctx, budget_bytes - self.base, looks, end, ctypes.byref(out))
         return self._score(out)
 
     def perturb(
         self, budget_bytes: int, seconds: float, rounds: int, strength: int = 4, temperature: float = 1e-3
     ) -> Score:
         """Rounds of: undo some decisions, repair with noise, polish; ends in the best state seen."""
-        out = _Eval()
-        end = time.monotonic() + seconds
+        out, end = _Eval(), work_until(self.effort.now() + seconds)
         self.lib.fx_perturb(self.ctx, budget_bytes - self.base, rounds, strength, temperature, end, ctypes.byref(out))
-        return self._score(out)
-
-    def anneal(self, budget_bytes: int, seconds: float, rounds: int, hot: float, cold: float, weight: float) -> Score:
-        """Metropolis over single decisions, temperatures as shares of the step's seconds, `weight` in seconds per byte
-        of overflow; ends in the best state seen (the smallest peak while nothing fits)."""
-        out = _Eval()
-        end = time.monotonic() + seconds
-        self.lib.fx_anneal(self.ctx, budget_bytes - self.base, rounds, hot, cold, weight, end, ctypes.byref(out))
         return self._score(out)

@@ -20,6 +20,7 @@ from fxmem.planners.kernel import Kernel, Score, State
 from fxmem.planners.problem import IntArray, Problem
 
 FloatArray = npt.NDArray[np.float64]
+_CUT_S, _ARC_S = 7e-4, 1e-7  # what a cut takes, and so much more per arc
 _SCALE = 2**28  # SciPy's flows are 32-bit: the finite capacities add up to this
 
 
@@ -58,9 +59,10 @@ def uses(problem: Problem) -> Uses:
 class CutFamily:
     """The flow network of one problem; `cut(prices)` keeps the storages of its minimum cut."""
 
-    def __init__(self, problem: Problem, cand: npt.NDArray[np.uint8]) -> None:
-        self.problem = problem
-        self.cand = cand.astype(np.bool_)
+    def __init__(self, kernel: Kernel) -> None:
+        self.problem = problem = kernel.problem
+        self.cand = kernel.cand.astype(np.bool_)
+        self.effort = kernel.effort
         self.uses = uses(problem)
         nf, num_storages = problem.num_forward, problem.num_storages
         self.storages = np.flatnonzero((problem.producer >= 0) & (problem.producer < nf) & (self.uses.first >= 0))
@@ -70,9 +72,9 @@ class CutFamily:
         for s in self.storages[self.uses.direct[self.storages]]:
             rows.append(self.source)
             cols.append(int(s))
-        for kernel in range(nf):
-            for s in problem.reads(kernel):
-                rows.append(num_storages + kernel)
+        for reader in range(nf):
+            for s in problem.reads(reader):
+                rows.append(num_storages + reader)
                 cols.append(int(s))
         self.num_infinite = len(rows)
         rows += [num_storages + k for k in range(nf)]
@@ -92,6 +94,7 @@ class CutFamily:
     def cut(self, prices: FloatArray) -> State:
         """The state that keeps what the minimum cut at these prices keeps."""
         p = self.problem
+        self.effort.spend(_CUT_S + _ARC_S * len(self.rows))
         seconds = p.seconds[: p.num_forward]
         keep = self.keep_prices(prices)
         unit = max(float(seconds.sum() + keep.sum()), 1e-30) / _SCALE

@@ -19,17 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_array, csc_array
 
+from fxmem.effort import Effort
 from fxmem.planners.kernel import State
 from fxmem.planners.problem import Problem
+from fxmem.solver import minimise
 
 _STEP = 1e4  # a step in the solver's objective: its tolerances are absolute, and a step may take microseconds
+_ENTRY_S = 1e-6  # to write down an entry of the constraints
 _TIE_S_PER_BYTE = 1e-11  # relative to the step's seconds: of equal plans prefer the one that holds fewer bytes
 
 
@@ -119,12 +120,14 @@ class MomentModel:
     def solve(
         self,
         moments: Sequence[int],
-        time_limit_s: float,
+        effort: Effort,
+        limit_s: float,
         integral: bool = True,
         tie: bool = False,
         cutoff_s: float = np.inf,
     ) -> Answer:
-        """Optimise with memory constrained at `moments` only, looking only for plans that add less than `cutoff_s`."""
+        """Optimise with memory constrained at `moments` only, looking only for plans that add less than `cutoff_s`,
+        for `limit_s` seconds of `effort`."""
         backward = sorted({m for m in moments if m >= self.problem.num_forward})
         build = self.build(backward, [m for m in moments if m < self.problem.num_forward])
         if not build.feasible:
@@ -135,24 +138,18 @@ class MomentModel:
         if tie:
             cost[: build.num_keep] += _TIE_S_PER_BYTE * self.problem.baseline_s * build.keep_bytes
         entries = (np.array(rows.data), (np.array(rows.rows), np.array(rows.cols)))
+        matrix = csc_array(coo_array(entries, shape=(len(rows.low), len(cost))))
+        effort.spend(_ENTRY_S * len(rows.data))
         scale = _STEP / max(self.problem.baseline_s, 1e-30)
-        result: Any = milp(
-            cost * scale,
-            integrality=int(integral) * (np.arange(len(cost)) < build.num_integral),
-            bounds=Bounds(np.zeros(len(cost)), build.upper),
-            constraints=LinearConstraint(
-                coo_matrix(entries, shape=(len(rows.low), len(cost))).tocsc(), np.array(rows.low), np.inf
-            ),
-            options={"time_limit": max(0.05, time_limit_s), "mip_rel_gap": 1e-6},
-        )
-        if result.status == 2:
+        integrality = (np.arange(len(cost)) < build.num_integral) & integral
+        result = minimise(cost * scale, matrix, np.array(rows.low), build.upper, integrality, effort, limit_s)
+        if result.bound == np.inf:
             return Answer(cutoff_s, None, True)
-        dual = result.mip_dual_bound if integral else result.fun
-        bound = -np.inf if dual is None or not np.isfinite(dual) else float(dual) / scale + build.offset
+        bound = result.bound / scale + build.offset
         if tie:  # what the tie-break can have added at most
             bound -= _TIE_S_PER_BYTE * self.problem.baseline_s * float(build.keep_bytes.sum())
         state = build.state(result.x) if result.x is not None else None
-        return Answer(min(bound, cutoff_s), state, result.status == 0)
+        return Answer(min(bound, cutoff_s), state, result.is_optimal)
 
 
 class Build:

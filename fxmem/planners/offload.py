@@ -6,13 +6,13 @@ Recompute-only plans and those of the chain planners are among the starts, so th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from fxmem.effort import Effort
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
 from fxmem.planners.bound import LowerBound, free_lunch_s, least_bytes
@@ -94,7 +94,7 @@ class JointPool:
             return
         for state in states:
             self.improve(state, deadline_s)
-            if self.is_closed or time.monotonic() > deadline_s:
+            if self.is_closed or self.kernel.effort.now() > deadline_s:
                 return
 
 
@@ -103,10 +103,10 @@ def search(pool: JointPool, deadline_s: float, seed: int) -> None:
     kernel, budget = pool.kernel, pool.budget_bytes
     kernel.two_way.seed(seed)
     turn = 0
-    while pool.fitting and not pool.is_closed and time.monotonic() < deadline_s:
+    while pool.fitting and not pool.is_closed and kernel.effort.now() < deadline_s:
         kernel.load(pool.fitting[turn % len(pool.fitting)][3])
         temperature = _TEMPERATURES[turn // _NUM_KEPT % len(_TEMPERATURES)]
-        kernel.perturb(budget, deadline_s - time.monotonic(), _ROUNDS, temperature=temperature)
+        kernel.perturb(budget, deadline_s - kernel.effort.now(), _ROUNDS, temperature=temperature)
         score = kernel.polish(budget, 2, deadline_s)
         pool.add(score, kernel.store())
         turn += 1
@@ -188,7 +188,7 @@ def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options, 
         return replace(run.other[1], lower_bound_s=min(pool.floor_s, run.other[0]))
     if pool.best is None:
         raise run.infeasible()
-    notes = {"tier": str(tier), "candidates": len(pool.seen), "work": run.kernel.two_way.work}
+    notes = {"tier": str(tier), "candidates": len(pool.seen), "work": run.effort.work}
     return Solution(run.kernel.actions(pool.best, budget_bytes, tier), min(pool.floor_s, pool.best_s), notes)
 
 
@@ -196,9 +196,11 @@ class _Run:
     """One call of the joint planner; deadlines are shares of `limit_s`."""
 
     def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, rivals: _Rivals) -> None:
-        self.started, self.options, self.tier, self.rivals = time.monotonic(), options, tier, rivals
+        self.effort = options.effort
+        self.started, self.options, self.tier, self.rivals = self.effort.now(), options, tier, rivals
         self.limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
-        self.kernel = JointKernel(problem, options.machine.links[tier], offloadable(problem, options.pinned))
+        can = offloadable(problem, options.pinned)
+        self.kernel = JointKernel(problem, options.machine.links[tier], can, self.effort)
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
         self.budget_bytes = budget_bytes
         self.alone_s = float("inf")  # extra seconds of the best recompute-only plan seen
@@ -234,7 +236,7 @@ class _Run:
 
     def certify(self, bound: OffloadBound, deadline_s: float) -> None:
         """Linear bounds, moment by moment; what the solver proposes is a candidate."""
-        while not self.pool.is_closed and time.monotonic() < deadline_s:
+        while not self.pool.is_closed and self.effort.now() < deadline_s:
             if not bound.step(deadline_s, False):
                 return
             self.learn(bound)
@@ -250,7 +252,7 @@ class _Run:
         for share in _VIRTUAL_SHARES:
             budget = int(self.budget_bytes + share * (self.peak_bytes - self.budget_bytes))
             pool = recompute.Pool(self.kernel.two_way, budget, self.peak_bytes)
-            now = time.monotonic()
+            now = self.effort.now()
             recompute.quick(pool, family, now + (deadline_s - now) / 3)
             if share == 0.0:
                 self.alone_s = pool.best_s
@@ -265,10 +267,10 @@ class _Run:
         there is. With no time limit given, their time is on top of the search's."""
         if self.pool.best_s - self.pool.floor_s <= _PROVEN * self.kernel.problem.baseline_s:
             return
-        began = time.monotonic()
+        began = self.effort.now()
         solutions = self.rivals.solutions
         if self.options.solve_s is None:
-            self.started += time.monotonic() - began
+            self.started += self.effort.now() - began
         for found in solutions:
             self.compare(found)
             self.pool.improve(state_of(self.kernel.problem, found.actions), self.until(0.5))
@@ -286,9 +288,9 @@ class _Run:
         best_s, problem = self.pool.best_s, self.kernel.problem
         if self.pool.is_closed or self.budget_bytes < least_bytes(problem):
             return False
-        bound = LowerBound(problem, self.kernel.cand, self.budget_bytes)
-        deadline_s = time.monotonic() + _BOUND_SHARE * self.limit_s
-        while len(bound.moments) < _BOUND_MOMENTS and time.monotonic() < deadline_s:
+        bound = LowerBound(problem, self.kernel.cand, self.budget_bytes, effort=self.effort)
+        deadline_s = self.effort.now() + _BOUND_SHARE * self.limit_s
+        while len(bound.moments) < _BOUND_MOMENTS and self.effort.now() < deadline_s:
             more = bound.step(deadline_s, best_s)
             if best_s <= bound.seconds + _PROVEN * problem.baseline_s:
                 return False
@@ -297,23 +299,25 @@ class _Run:
         return True
 
     def recompute_only(self) -> None:
-        """What `auto` finds without a tier in the same time."""
-        problem = self.kernel.problem
+        """Just what `auto` finds without a tier."""
+        problem, alone = self.kernel.problem, Effort()
         try:
-            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=()))
+            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=(), effort=alone))
         except BudgetInfeasible:
             return
+        finally:
+            self.effort.spend(alone.now())
         found = replace(found, notes={"tier": "none: the link is too slow"})
         self.alone_s = min(self.alone_s, self.compare(found))
 
     def smallest(self) -> State:
         """Bisect for the smallest peak that greedy repair reaches, from where recomputation alone gets."""
-        kernel, family = self.kernel, CutFamily(self.kernel.problem, self.kernel.cand)
-        deadline_s = time.monotonic() + self.limit_s
+        kernel, family = self.kernel, CutFamily(self.kernel.two_way)
+        deadline_s = self.effort.now() + self.limit_s
         seed, peak = self.options.seed, self.peak_bytes
-        found = recompute.smallest(kernel.two_way, family, peak, time.monotonic() + self.limit_s / 2, seed)
+        found = recompute.smallest(kernel.two_way, family, peak, self.effort.now() + self.limit_s / 2, seed)
         low, best = kernel.problem.base_bytes, found
-        while best[0] - low > max(1, best[0] // 1000) and time.monotonic() < deadline_s:
+        while best[0] - low > max(1, best[0] // 1000) and self.effort.now() < deadline_s:
             middle = (low + best[0]) // 2
             pool = JointPool(kernel, middle, float("-inf"))
             for state in (best[1], kernel.all_saved(), *evicted_states(kernel.two_way, middle, peak, (0.0, 0.3))):

@@ -16,8 +16,6 @@ backward first reads it there. Proven for schedules in the captured backward ord
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from fxmem.planners.kernel import State
@@ -188,10 +186,10 @@ class OffloadBound:
 
     def solve(self, deadline_s: float, integral: bool, best_s: float = np.inf) -> None:
         """Solve with the moments found so far."""
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - self.kernel.effort.now()
         if left_s <= 0 or not self.moments:
             return
-        answer = self.model.solve(self.moments, left_s, integral, False, best_s - self.floor_s)
+        answer = self.model.solve(self.moments, self.kernel.effort, left_s, integral, False, best_s - self.floor_s)
         self.seconds = max(self.seconds, answer.bound_s + self.floor_s)
         if answer.state is not None:
             self.states.append(answer.state)

@@ -7,7 +7,6 @@ bytes that are left and plays compute, copies out and copies in on three clocks.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fxmem.effort import Effort, work_until
 from fxmem.planners.kernel import Kernel, State, mutated
 from fxmem.planners.problem import Problem
 from fxmem.schedule.actions import Action, Compute, Free, Offload, Recompute, Reload, StartBackward, Tier, Wait
@@ -86,9 +86,9 @@ def _declare(lib: ctypes.CDLL) -> None:
         "fx_off_evaluate": (None, [pointer, wide, out]),
         "fx_off_num_events": (integer, [pointer]),
         "fx_off_events": (integer, [pointer] * 3),
-        "fx_off_greedy": (integer, [pointer, wide, integer, integer, real, real, out]),
-        "fx_off_polish": (None, [pointer, wide, integer, real, out]),
-        "fx_off_perturb": (integer, [pointer, wide, integer, integer, real, real, out]),
+        "fx_off_greedy": (integer, [pointer, wide, integer, integer, real, wide, out]),
+        "fx_off_polish": (None, [pointer, wide, integer, wide, out]),
+        "fx_off_perturb": (integer, [pointer, wide, integer, integer, real, wide, out]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -100,10 +100,13 @@ class JointKernel:
     recompute, KEEP or OFFLOAD. A drop of an offloaded storage gives its bytes back until the next use. Not thread-safe.
     """
 
-    def __init__(self, problem: Problem, link: Link, can_offload: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, problem: Problem, link: Link, can_offload: npt.NDArray[np.uint8], effort: Effort | None = None
+    ) -> None:
         self.problem, self.link = problem, link
         self.can = np.ascontiguousarray(can_offload, dtype=np.uint8)
-        self.two_way = Kernel(problem)
+        self.two_way = Kernel(problem, effort=effort)
+        self.effort = self.two_way.effort
         self.cand, self.lib, self.base = self.two_way.cand, self.two_way.lib, problem.base_bytes
         _declare(self.lib)
         out = np.array([link.seconds(int(b), True) for b in problem.nbytes], dtype=np.float64)
@@ -147,23 +150,22 @@ class JointKernel:
     def greedy(
         self, budget_bytes: int, look: int = 8, rounds: int = 1 << 30, noise: float = 0.0, deadline_s: float = 0.0
     ) -> JointScore:
-        """Take the decision cheapest per byte of overflow until the peak fits, if it can. Deadlines are
-        `time.monotonic()` values."""
-        out = _Joint()
-        self.lib.fx_off_greedy(self.off, budget_bytes - self.base, look, rounds, noise, deadline_s, ctypes.byref(out))
+        """Take the decision cheapest per byte of overflow until the peak fits, if it can."""
+        out, end = _Joint(), work_until(deadline_s)
+        self.lib.fx_off_greedy(self.off, budget_bytes - self.base, look, rounds, noise, end, ctypes.byref(out))
         return self._score(out)
 
     def polish(self, budget_bytes: int, passes: int = 4, deadline_s: float = 0.0) -> JointScore:
         """Change single decisions while time falls and the peak fits."""
-        out = _Joint()
-        self.lib.fx_off_polish(self.off, budget_bytes - self.base, passes, deadline_s, ctypes.byref(out))
+        out, end = _Joint(), work_until(deadline_s)
+        self.lib.fx_off_polish(self.off, budget_bytes - self.base, passes, end, ctypes.byref(out))
         return self._score(out)
 
     def perturb(
         self, budget_bytes: int, seconds: float, rounds: int = 1 << 30, strength: int = 4, temperature: float = 1e-3
     ) -> JointScore:
         """Rounds of: a few random decisions, greedy with noise, polish; ends in the best state seen."""
-        out, end = _Joint(), time.monotonic() + seconds
+        out, end = _Joint(), work_until(self.effort.now() + seconds)
         room = budget_bytes - self.base
         self.lib.fx_off_perturb(self.off, room, rounds, strength, temperature, end, ctypes.byref(out))
         return self._score(out)

@@ -21,7 +21,7 @@ class JointCutFamily(CutFamily):
     """Minimum cuts whose price of having a storage is the cheaper of keeping it and offloading it."""
 
     def __init__(self, kernel: JointKernel) -> None:
-        super().__init__(kernel.problem, kernel.cand)
+        super().__init__(kernel.two_way)
         self.can = kernel.can.astype(np.bool_)
         self.offload_prices: FloatArray | None = None
 

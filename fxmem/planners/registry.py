@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxmem.effort import Effort
 from fxmem.errors import OptionError
 from fxmem.planners.problem import Problem
 from fxmem.schedule.actions import Action, Tier
@@ -17,9 +18,9 @@ from fxmem.schedule.simulate import Machine
 class Options:
     """What every planner may use.
 
-    `solve_s`: time limit in seconds (None: the planner's own choice). `tiers`: where bytes may be offloaded to.
-    `machine`: links of those tiers. `pinned`: storages that may not be offloaded. `progress`: called with (seconds
-    spent, message) now and then.
+    `solve_s`: limit on the work, in seconds of a reference core (None: the planner's own choice); `effort` counts it.
+    `tiers`: where bytes may be offloaded to. `machine`: links of those tiers. `pinned`: storages that may not be
+    offloaded. `progress`: called with (seconds spent, message) now and then.
     """
 
     solve_s: float | None = None
@@ -28,6 +29,7 @@ class Options:
     pinned: frozenset[int] = frozenset()
     seed: int = 0
     progress: Callable[[float, str], None] | None = None
+    effort: Effort = field(default_factory=Effort, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,6 @@ def test_eviction_repair_polish_and_search_end_in_states_that_agree(
     for improve in (kernel.repair, kernel.polish, lambda limit: kernel.perturb(limit, 5.0, 3)):
         assert improve(budget).peak_bytes == kernel.evaluate(budget).peak_bytes
         check(kernel, program)
-    kernel.anneal(budget, 5.0, 50, 1e-2, 1e-4, 1e-3)
-    check(kernel, program)
 
 
 def test_repair_fits_and_polish_never_costs_time() -> None:
@@ -134,4 +132,4 @@ def test_many_users_of_every_value_are_no_trouble() -> None:  # pytorch#145081
     kernel.evict(budget, 1.0, 0.5)
     kernel.repair(budget)
     kernel.polish(budget)
-    assert kernel.work < 300_000
+    assert kernel.effort.work < 300_000

@@ -177,9 +177,9 @@ def test_work_grows_about_linearly_with_identical_blocks() -> None:  # ColossalA
         kernel.share(storage_classes(problem))
         peak = unplanned_bytes(problem)
         pool = Pool(kernel, int(0.5 * peak), peak)
-        quick(pool, CutFamily(problem, kernel.cand), math.inf)
+        quick(pool, CutFamily(kernel), math.inf)
         assert pool.best is not None
-        per_kernel.append(kernel.work / problem.num_kernels)
+        per_kernel.append(kernel.effort.work / problem.num_kernels)
     assert per_kernel[3] <= 3 * per_kernel[1]  # quadratic would be 4 times
     assert per_kernel[3] <= 2 * per_kernel[2] * 1.2
 
@@ -198,7 +198,7 @@ def test_sharing_between_blocks_costs_little() -> None:
         if shared:
             kernel.share(storage_classes(problem))
         pool = Pool(kernel, int(0.5 * peak), peak)
-        quick(pool, CutFamily(problem, kernel.cand), math.inf)
+        quick(pool, CutFamily(kernel), math.inf)
         found.append(pool.best_s)
     assert found[1] <= found[0] + 0.005 * problem.baseline_s
 
