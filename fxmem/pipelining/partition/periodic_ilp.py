@@ -16,9 +16,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+from scipy.sparse import csc_array, csr_array
 
+from fxmem.effort import Effort
 from fxmem.pipelining.chain import Cluster
 from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule
 from fxmem.pipelining.partition.base import Clock, Problem, finish
@@ -26,9 +26,10 @@ from fxmem.pipelining.partition.onefoneb_star import star_proposals
 from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.schedules import Action, Kind, Schedule
 from fxmem.pipelining.simulate import StageCost
+from fxmem.solver import minimise
 
 _PRECISION = 0.005
-_TIME_LIMIT_S = 5.0
+_LIMIT_S = 5.0
 
 
 class Operation(NamedTuple):
@@ -112,13 +113,9 @@ class PeriodicProgram:
         top = [1.0] * count + [most] * count + [1.0] * num_orders
         top[0] = top[count] = 0.0
         matrix = _matrix(rows, 2 * count + num_orders)
-        answer = milp(
-            objective,
-            constraints=LinearConstraint(matrix, np.array(lower), np.inf),
-            integrality=np.array([0] * count + [1] * (count + num_orders)),
-            bounds=Bounds(0.0, np.array(top)),
-            options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 0.01 if weigh_stage is None else 0.0},
-        )
+        integral = np.arange(len(top)) >= count
+        gap = 0.01 if weigh_stage is None else 0.0
+        answer = minimise(objective, matrix, np.array(lower), np.array(top), integral, Effort(), _LIMIT_S, gap)
         if answer.x is None:
             return None
         shifts = tuple(round(value) for value in answer.x[count : 2 * count])
@@ -193,10 +190,10 @@ class PeriodicProgram:
         return max(cost.forward_peak_bytes - cost.saved_bytes, cost.backward_peak_bytes + cost.output_bytes)
 
 
-def _matrix(rows: Sequence[dict[int, float]], width: int) -> csr_matrix:
+def _matrix(rows: Sequence[dict[int, float]], width: int) -> csc_array:
     where = [(number, column, value) for number, row in enumerate(rows) for column, value in row.items() if column >= 0]
     numbers, columns, values = zip(*where, strict=True)
-    return csr_matrix((values, (numbers, columns)), shape=(len(rows), width))
+    return csc_array(csr_array((values, (numbers, columns)), shape=(len(rows), width)))
 
 
 def shortest_period(program: PeriodicProgram, most_s: float = math.inf) -> Periodic | None:
