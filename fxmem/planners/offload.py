@@ -15,6 +15,7 @@ import numpy as np
 from fxmem.effort import Effort
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
+from fxmem.planners.auto import infeasible_beyond
 from fxmem.planners.bound import LowerBound, free_lunch_s, least_bytes
 from fxmem.planners.chain_starts import chain_solutions, state_of
 from fxmem.planners.evict import evicted_states
@@ -163,14 +164,27 @@ def _extra_s(problem: Problem, found: Solution, options: Options) -> float:
 
 
 class _Rivals:
-    """What the other planners that know a link give under the caller's own options, found when first asked for."""
+    """What other planners give under the caller's own options, found when first asked for."""
 
     def __init__(self, problem: Problem, budget_bytes: int, options: Options) -> None:
         self.problem, self.budget_bytes, self.options = problem, budget_bytes, options
 
     @cached_property
     def solutions(self) -> list[Solution]:
+        """Of those that know a link."""
         return list(chain_solutions(self.problem, self.budget_bytes, self.options))
+
+    @cached_property
+    def alone(self) -> Solution | BudgetInfeasible:
+        """Just what `auto` answers without a tier."""
+        options = replace(self.options, tiers=(), effort=Effort())
+        try:
+            found = recompute.auto(self.problem, self.budget_bytes, options)
+            return replace(found, notes={"tier": "none: the link is too slow"})
+        except BudgetInfeasible as error:
+            return error
+        finally:
+            self.options.effort.spend(options.effort.now())
 
 
 def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options, rivals: _Rivals) -> Solution:
@@ -180,14 +194,15 @@ def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options, 
     if budget_bytes >= problem.base_bytes:
         run.improve()
     pool = run.pool
-    if pool.best is None:
+    if pool.best is None and run.other is None:
         pool.improve(run.smallest(), 0.0)
     if run.alone_might_win():
         run.recompute_only()
     if run.other is not None and run.other[0] < pool.best_s:
         return replace(run.other[1], lower_bound_s=min(pool.floor_s, run.other[0]))
     if pool.best is None:
-        raise run.infeasible()
+        assert run.least is not None
+        raise run.least
     notes = {"tier": str(tier), "candidates": len(pool.seen), "work": run.effort.work}
     return Solution(run.kernel.actions(pool.best, budget_bytes, tier), min(pool.floor_s, pool.best_s), notes)
 
@@ -207,7 +222,7 @@ class _Run:
         self.other: tuple[float, Solution] | None = None  # the fastest plan of another planner, with its extra seconds
         self.kernel.load(self.kernel.all_saved())
         self.peak_bytes = self.kernel.evaluate(budget_bytes).peak_bytes
-        self.least = (self.peak_bytes, self.kernel.all_saved())  # the smallest peak found, if it was looked for
+        self.least: BudgetInfeasible | None = None  # if the smallest peak was looked for
 
     def until(self, share: float) -> float:
         """The moment at which `share` of the time is spent."""
@@ -299,28 +314,25 @@ class _Run:
         return True
 
     def recompute_only(self) -> None:
-        """Just what `auto` finds without a tier."""
-        problem, alone = self.kernel.problem, Effort()
-        try:
-            found = recompute.auto(problem, self.budget_bytes, replace(self.options, tiers=(), effort=alone))
-        except BudgetInfeasible:
-            return
-        finally:
-            self.effort.spend(alone.now())
-        found = replace(found, notes={"tier": "none: the link is too slow"})
-        self.alone_s = min(self.alone_s, self.compare(found))
+        """Compare with what `auto` finds without a tier."""
+        found = self.rivals.alone
+        if isinstance(found, Solution):
+            self.alone_s = min(self.alone_s, self.compare(found))
 
     def smallest(self) -> State:
         """Bisect for the smallest peak that greedy repair reaches, from where recomputation alone gets."""
-        kernel, family = self.kernel, CutFamily(self.kernel.two_way)
-        deadline_s = self.effort.now() + self.limit_s
-        seed, peak = self.options.seed, self.peak_bytes
-        found = recompute.smallest(kernel.two_way, family, peak, self.effort.now() + self.limit_s / 2, seed)
-        low, best = kernel.problem.base_bytes, found
+        kernel, alone, budget = self.kernel, self.rivals.alone, self.budget_bytes
+        if isinstance(alone, Solution):
+            return state_of(kernel.problem, alone.actions)
+        deadline_s = self.effort.now() + self.limit_s / 2
+        start = state_of(kernel.problem, alone.actions)
+        kernel.load(start)
+        low, best = kernel.problem.base_bytes, (kernel.evaluate(0).peak_bytes, start)
         while best[0] - low > max(1, best[0] // 1000) and self.effort.now() < deadline_s:
             middle = (low + best[0]) // 2
             pool = JointPool(kernel, middle, float("-inf"))
-            for state in (best[1], kernel.all_saved(), *evicted_states(kernel.two_way, middle, peak, (0.0, 0.3))):
+            starts = evicted_states(kernel.two_way, middle, self.peak_bytes, (0.0, 0.3))
+            for state in (best[1], kernel.all_saved(), *starts):
                 pool.improve(state, deadline_s, passes=0)
                 if pool.best is not None:
                     break
@@ -328,11 +340,8 @@ class _Run:
                 best = pool.nearest
             if pool.best is None:
                 low = middle
-        self.least = best
+        self.least = alone
+        if best[0] < alone.min_bytes:
+            actions = kernel.actions(best[1], best[0], self.tier)
+            self.least = infeasible_beyond(kernel.problem, budget, best[0], actions, self.options.machine)
         return best[1]
-
-    def infeasible(self) -> BudgetInfeasible:
-        """The error that names the smallest feasible budget found and what stands at its peak."""
-        least, state = self.least
-        actions = self.kernel.actions(state, least, self.tier)
-        return recompute.infeasible_beyond(self.kernel.problem, self.budget_bytes, least, actions, self.options.machine)

@@ -146,6 +146,26 @@ def test_a_tier_never_costs_time(program: Program, share: float, pace: float) ->
     assert make_plan(program, budget, "auto", host(pace)).extra_s <= without.extra_s + 1e-6
 
 
+@pytest.mark.parametrize("name", ["resnet50_hf", "unet", "gpt2_6l"])
+@pytest.mark.parametrize("share", [0.2, 0.55, 0.7])
+def test_a_slow_tier_costs_neither_time_nor_bytes_on_captured_graphs(name: str, share: float) -> None:
+    """To the last digit, however little time there is: work is counted, so both searches find the same."""
+    program = load(name)
+    links = machine(reduce_program(program), 16.0)
+
+    def found(options: Options) -> tuple[float, int]:
+        try:
+            return make_plan(program, share, "auto", options).extra_s, 0
+        except BudgetInfeasible as error:
+            return math.inf, error.min_bytes
+
+    (extra_s, least), (with_s, with_least) = (
+        found(Options(solve_s=0.1, tiers=tiers, machine=links)) for tiers in ((), ("host",))
+    )
+    assert with_s <= extra_s + 1e-8 * sum(op.seconds for op in program.ops)
+    assert with_least <= least
+
+
 OTHERS = ("offload-all", "offload-greedy", "offload-dp", "revolve", "disk-revolve", "rotor", "pofo")
 
 
