@@ -15,6 +15,7 @@ from fxmem.ir.program import Op, Program, Region
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
+from fxmem.planners.bound import least_bytes
 from fxmem.planners.problem import reduce_program
 from fxmem.planning import baseline_actions
 from fxmem.schedule import Action, StartBackward, simulate
@@ -23,6 +24,8 @@ from fxmem.schedule.actions import Compute, Recompute
 TRANSIENTS = ((1.0, 0.0), (1.0, 0.2), (1.0, 0.5), (0.5, 0.0))
 """Guesses of what stands beside saved tensors at the peak: shares of what does with everything saved, and of what is
 saved then (recomputed pieces stand there while they are used)."""
+SMALL_PEAKS = (1.02, 1.1, 1.25)
+"""Limits on the peak where room is short, in units of the least that any schedule has."""
 SPEND_S = 6.0
 """Seconds of solving after which a stage is content with what it has found for other rooms and counts, if that fits."""
 
@@ -54,7 +57,9 @@ class StagePlanner:
         self._solve, self._options = get_planner(planner), replace(options, pinned=pinned)
         self._lane, self._original = lane_program(program, graph)
         self._inputs = {op.index for op in program.ops if op.is_input}
-        self._base_bytes = reduce_program(self._lane).base_bytes
+        problem = reduce_program(self._lane)
+        self._base_bytes = problem.base_bytes
+        self._least_bytes = least_bytes(problem) - problem.base_bytes
         self._made: dict[tuple[int, int], StageActions | int] = {}
         self._found: list[StageActions] = []
         self._spent_s = 0.0
@@ -95,35 +100,49 @@ class StagePlanner:
         whole = self.everything_saved
         if whole.need_bytes(in_flight) <= room_bytes:
             return whole
-        least = min(made.need_bytes(in_flight) for made in (whole, *self._found))
-        if self._spent_s < SPEND_S or least > room_bytes:
-            started = self._options.effort.now()
-            for made in self._tries(room_bytes, in_flight):
-                if not isinstance(made, int):
-                    self._found.append(made)
-                    made = made.need_bytes(in_flight)
-                least = min(least, made)
-            self._spent_s += self._options.effort.now() - started
-        fitting = [made for made in self._found if made.need_bytes(in_flight) <= room_bytes]
-        return min(fitting, key=lambda a: a.extra_s) if fitting else max(least, room_bytes + 1)
 
-    def _tries(self, room_bytes: int, in_flight: int) -> Iterator[StageActions | int]:
-        """Plans under several splits of the room into saved tensors and transients; an int is a room found too small
-        for its split."""
+        def fitting() -> list[StageActions]:
+            return [made for made in self._found if made.need_bytes(in_flight) <= room_bytes]
+
+        if self._spent_s < SPEND_S or not fitting():
+            started = self._options.effort.now()
+            for limit in self._likely_peaks(room_bytes, in_flight):
+                self._solve_under(limit, room_bytes, in_flight)
+            for limit in self._small_peaks(in_flight):
+                if fitting():
+                    break
+                self._solve_under(limit, room_bytes, in_flight)
+            self._spent_s += self._options.effort.now() - started
+        if found := fitting():
+            return min(found, key=lambda made: made.extra_s)
+        return min(made.need_bytes(in_flight) for made in (whole, *self._found))
+
+    def _likely_peaks(self, room_bytes: int, in_flight: int) -> Iterator[int]:
+        """Limits on the peak of one microbatch, which leave the rest of the room to what the others save."""
         whole = self.everything_saved
         for share, again in TRANSIENTS if in_flight > 1 else ((0.0, 0.0),):
             beside = share * (whole.peak_bytes - whole.saved_bytes) + again * whole.saved_bytes
-            saved = int((room_bytes - beside) / in_flight)
-            if saved <= 0 and in_flight > 1:
-                continue
-            limit = room_bytes - (in_flight - 1) * saved
-            lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
-            try:
-                solution = self._solve(reduce_program(lane), self._base_bytes + limit, self._options)
-            except BudgetInfeasible as error:
-                yield error.min_bytes - self._base_bytes + (in_flight - 1) * saved
-                continue
-            yield self._figures(solution.actions)
+            yield room_bytes - (in_flight - 1) * int((room_bytes - beside) / in_flight)
+
+    def _small_peaks(self, in_flight: int) -> Iterator[int]:
+        """Those for a room that is too small so far: near the least there can be, and the peak of the smallest plan."""
+        if in_flight == 1:
+            return
+        yield from (int(factor * self._least_bytes) for factor in SMALL_PEAKS)
+        yield min((self.everything_saved, *self._found), key=lambda made: made.need_bytes(in_flight)).peak_bytes
+
+    def _solve_under(self, limit: int, room_bytes: int, in_flight: int) -> None:
+        """Look for a plan of that peak whose saved tensors fit the room as often as needed; keep what is found."""
+        saved = (room_bytes - limit) // max(in_flight - 1, 1)
+        if limit < self._least_bytes or (in_flight > 1 and saved <= 0):
+            return
+        lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
+        try:
+            actions = self._solve(reduce_program(lane), self._base_bytes + limit, self._options).actions
+        except BudgetInfeasible as error:
+            actions = error.actions
+        if actions:
+            self._found.append(self._figures(actions))
 
     def _figures(self, actions: Sequence[Action]) -> StageActions:
         result = simulate(self._lane, actions, self._options.machine)

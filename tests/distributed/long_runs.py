@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -29,7 +30,7 @@ from fxmem.runtime.pipeline import Pipeline, build_pipeline
 from fxmem.runtime.pipeline_batch import split_batch
 from fxmem.runtime.pipeline_stage import Stage
 from fxmem.schedule import Action
-from tests.distributed.ranks import TIMEOUT_S, even_cuts, reference, train
+from tests.distributed.ranks import TIMEOUT_S, even_cuts, reference, steps_of, train
 from tests.offload.plans import full_plan, offload_plan, saved_storages
 from tests.zoo import build
 
@@ -93,43 +94,57 @@ def census(modules: list[nn.Module]) -> list[int]:
     return [len(tensors), sum(storages.values()), hooks, *held]
 
 
-def steps(schedule: str, count: int, tiers: str | None) -> None:
-    """Train against one process, then take many steps. With `tiers`, under a budget too small for recomputation alone.
-
-    Prints the smallest budget without tiers, and what every rank found.
-    """
+def steps(schedule: str, count: int) -> None:
+    """Train against one process, then take many steps. Prints what every rank found."""
     model, args = build("gpt2")
     batch = grown(args, 2 * count)
     expected = reference(build("gpt2")[0], batch, count)
+    pipe = fxmem.pipeline(model, batch, num_stages=2, num_microbatches=count, schedule=schedule, solve_s=0.1)
+    state = dict(model.state_dict())
+    print(json.dumps(run_ranks(2, lambda rank: _many_steps(pipe, batch, expected, rank, state), TIMEOUT_S)), flush=True)
+
+
+def tier(schedule: str, count: int) -> None:
+    """The same under a budget too small for recomputation alone, dropout in the model, against the same stages with
+    everything saved. Prints the smallest budget without a tier too.
+    """
+    model, args = build("gpt2_dropout")
+    batch = grown(args, 2 * count)
     options: dict[str, Any] = {"num_stages": 2, "num_microbatches": count, "schedule": schedule, "solve_s": 0.1}
-    budget = smallest = None
-    if tiers:
-        try:
-            fxmem.pipeline(model, batch, 1, **options)
-        except BudgetInfeasible as error:
-            smallest = error.min_bytes
-            budget = int(0.97 * smallest)
+    try:
+        fxmem.pipeline(model, batch, 1, **options)
+    except BudgetInfeasible as error:
+        smallest = error.min_bytes
+    budget = int(0.85 * smallest)
     state = dict(model.state_dict())
 
     with tempfile.TemporaryDirectory() as folder:
-        options |= {"tiers": tiers, "offload_dir": folder}
-        pipe = fxmem.pipeline(model, batch, budget, **options)
+        pipe = fxmem.pipeline(model, batch, budget, **options, tiers="disk", offload_dir=folder)
+        unplanned = copy.copy(pipe.runtime)
+        unplanned.plan_stage, unplanned._codes = None, {}
 
         def run(rank: int) -> dict[str, Any]:
-            result = train(pipe, batch, expected, rank, state)
-            made = pipe.stage(rank, state_dict=state)
-            runs = pipe.schedule(made)
-            modules: list[nn.Module] = [stage.submod for stage in stages_of(made)]
-            peaks, seen = [], []
-            for step in range(NUM_STEPS):
-                peaks.append(peak_bytes(made, runs, batch))
-                if step in (5, NUM_STEPS - 1):
-                    seen.append(census(modules))
-            plan = pipe.plan
-            moved = sum(stage.moved_bytes for stage in plan.stages)
-            return result | {"peaks": peaks, "census": seen, "predicted": plan.peak_bytes[rank], "moved": moved}
+            expected = list(steps_of(unplanned, batch, 3, rank, state))
+            return _many_steps(pipe, batch, expected, rank, state)
 
         print(json.dumps({"smallest": smallest, "budget": budget, "ranks": run_ranks(2, run, TIMEOUT_S)}), flush=True)
+
+
+def _many_steps(
+    pipe: fxmem.PlannedPipeline, batch: tuple[Tensor, ...], expected: list[dict[str, Any]], rank: int,
+    state: dict[str, Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    result = train(pipe, batch, expected, rank, state)
+    made = pipe.stage(rank, state_dict=state)
+    runs = pipe.schedule(made)
+    modules: list[nn.Module] = [stage.submod for stage in stages_of(made)]
+    peaks, seen = [], []
+    for step in range(NUM_STEPS):
+        peaks.append(peak_bytes(made, runs, batch))
+        if step in (5, NUM_STEPS - 1):
+            seen.append(census(modules))
+    moved = [stage.moved_bytes for stage in pipe.plan.stages if stage.rank == rank]
+    return result | {"peaks": peaks, "census": seen, "predicted": pipe.plan.peak_bytes[rank], "moved": sum(moved)}
 
 
 def moved(name: str, schedule: str, num_stages: int) -> None:
@@ -198,7 +213,9 @@ def main() -> None:
     elif scenario == "moved":
         moved(rest[0], rest[1], int(rest[2]))
     elif scenario == "steps":
-        steps(rest[0], int(rest[1]), rest[2] if len(rest) > 2 else None)
+        steps(rest[0], int(rest[1]))
+    elif scenario == "tier":
+        tier(rest[0], int(rest[1]))
     else:
         death()
 

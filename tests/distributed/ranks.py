@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,32 @@ def reference(model: nn.Module, args: tuple[Any, ...], num_microbatches: int) ->
     return steps_of_one_process(model, args, num_microbatches, torch.optim.SGD(model.parameters(), lr=RATE))
 
 
+def steps_of(
+    pipeline: Any, args: tuple[Any, ...], num_steps: int, rank: int, state: dict[str, Tensor] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Loss (of the last stage), gradients and buffers of this rank in every step, random numbers seeded by the rank."""
+    torch.manual_seed(rank)
+    made = pipeline.stage(rank, state_dict=state and {n: t.clone() for n, t in state.items()})
+    stages = made if isinstance(made, list) else [made]
+    schedule = pipeline.schedule(made)
+    held = {name: p for stage in stages for name, p in stage.submod.named_parameters(remove_duplicate=False)}
+    for _ in range(num_steps):
+        for parameter in held.values():
+            parameter.grad = None
+        loss = schedule.step(*args)
+        gradients = {n: p.grad.clone() for n, p in held.items() if p.grad is not None}
+        buffers = {n: b.clone() for stage in stages for n, b in stage.submod.named_buffers()}
+        yield {
+            "loss": None if loss is None else loss.item(),
+            "gradients": gradients,
+            "buffers": buffers,
+            "made": stages,
+        }
+        for parameter in {id(p): p for p in held.values()}.values():
+            if parameter.grad is not None:
+                parameter.data -= RATE * parameter.grad
+
+
 def train(
     pipeline: Any,
     args: tuple[Any, ...],
@@ -50,29 +77,18 @@ def train(
     rank: int,
     state: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps; relative error of this rank's gradients and of the losses, largest error of its buffers."""
-    made = pipeline.stage(rank, state_dict=state and {n: t.clone() for n, t in state.items()})
-    stages = made if isinstance(made, list) else [made]
-    schedule = pipeline.schedule(made)
-    held = {name: p for stage in stages for name, p in stage.submod.named_parameters(remove_duplicate=False)}
-    worst = loss_error = 0.0
-    for step in expected:
-        for parameter in held.values():
-            parameter.grad = None
-        loss = schedule.step(*args)
-        mine = {n: p for n, p in held.items() if n in step["gradients"]}
-        difference = sum((p.grad - step["gradients"][n]).square().sum() for n, p in mine.items())
-        norm = sum(step["gradients"][n].square().sum() for n in mine)
+    """Relative error of this rank's gradients and of the losses, largest error of its buffers."""
+    worst = loss_error = wrong = 0.0
+    for wanted, found in zip(expected, steps_of(pipeline, args, len(expected), rank, state), strict=True):
+        mine = {n: g for n, g in found["gradients"].items() if n in wanted["gradients"]}
+        difference = sum((g - wanted["gradients"][n]).square().sum() for n, g in mine.items())
+        norm = sum(wanted["gradients"][n].square().sum() for n in mine)
         worst = max(worst, float(difference / norm) ** 0.5)
-        if loss is not None:
-            loss_error = max(loss_error, abs(loss.item() - step["loss"]))
-        for parameter in {id(p): p for p in held.values()}.values():
-            if parameter.grad is not None:
-                parameter.data -= RATE * parameter.grad
-    buffers = {n: b for stage in stages for n, b in stage.submod.named_buffers()}
-    kept = expected[-1]["buffers"]
-    wrong = max((float((b.double() - kept[n].double()).abs().max()) for n, b in buffers.items()), default=0.0)
-    keys = sorted({key for stage in stages for key in stage.submod.state_dict()})
+        if found["loss"] is not None:
+            loss_error = max(loss_error, abs(found["loss"] - wanted["loss"]))
+        errors = [float((b.double() - wanted["buffers"][n].double()).abs().max()) for n, b in found["buffers"].items()]
+        wrong = max(wrong, *errors, 0.0)
+    keys = sorted({key for stage in found["made"] for key in stage.submod.state_dict()})
     return {"gradients": worst, "loss": loss_error, "buffers": wrong, "keys": keys}
 
 
