@@ -6,6 +6,7 @@ with a limit on what crosses the start of backward, which is paid once for every
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,9 +51,11 @@ class StageActions:
 
 
 class StagePlanner:
-    """Plans one stage; what was found is kept."""
+    """Plans one stage; what was found is kept. With tiers it is never worse than the same planner without them."""
 
     def __init__(self, graph: StageGraph, program: Program, planner: str, options: Options) -> None:
+        without = replace(options, tiers=())
+        self._alone = StagePlanner(graph, program, planner, without) if options.tiers else None
         pinned = _pinned(graph, program) if options.tiers else frozenset()
         self._solve, self._options = get_planner(planner), replace(options, pinned=pinned)
         self._lane, self._original = lane_program(program, graph)
@@ -83,7 +86,7 @@ class StagePlanner:
 
     def smallest(self, in_flight: int, rounds: int = 7) -> StageActions:
         """The way of least bytes found, by bisection over the room."""
-        best = self.everything_saved
+        best = self._alone.smallest(in_flight, rounds) if self._alone else self.everything_saved
         low = 0
         for _ in range(rounds):
             need = best.need_bytes(in_flight)
@@ -100,6 +103,10 @@ class StagePlanner:
         whole = self.everything_saved
         if whole.need_bytes(in_flight) <= room_bytes:
             return whole
+
+        if self._alone:
+            with contextlib.suppress(BudgetInfeasible):
+                self._found.append(self._alone.plan(room_bytes, in_flight))
 
         def fitting() -> list[StageActions]:
             return [made for made in self._found if made.need_bytes(in_flight) <= room_bytes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,8 @@ from fxmem.planners import Options
 from fxmem.planners.problem import reduce_program
 from fxmem.runtime.pipeline_code import StageCode, stage_program
 from fxmem.runtime.pipeline_sink import deliver
-from fxmem.schedule import simulate
+from fxmem.schedule import Machine, simulate
+from fxmem.schedule.simulate import Link
 from tests.zoo import build
 
 
@@ -167,6 +170,26 @@ def test_a_stage_plan_pays_for_every_microbatch_in_flight() -> None:
     StageCode(graph, found.actions)  # the actions are the graph's own
     with pytest.raises(BudgetInfeasible):
         planner.plan(100, 4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_dropout"])
+def test_a_stage_is_never_worse_for_a_tier(name: str) -> None:
+    """Neither in the fewest bytes it needs nor, under a room that does without, in time."""
+    model, args = build(name)
+    (joint,) = capture(model, args, frontend="aot")
+    ops = [i for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
+    graph = split_stages(joint, [ops[len(ops) // 2]])[0]
+    program = stage_program(graph)
+    program = program.with_costs([1e-5] * len(program.ops), [0] * len(program.ops))
+    options = Options(solve_s=0.1, machine=Machine({"disk": Link(1e7, 1e7)}))
+    alone = StagePlanner(graph, program, "auto", options)
+    other = StagePlanner(graph, program, "auto", replace(options, tiers=("disk",)))
+    least, with_tier = alone.smallest(8), other.smallest(8)
+    assert with_tier.need_bytes(8) <= least.need_bytes(8)
+    if name == "gpt2_dropout":  # what may not be drawn again is saved, or moved
+        assert with_tier.need_bytes(8) < 0.8 * least.need_bytes(8)
+    room = least.need_bytes(8) * 5 // 4
+    assert other.plan(room, 8).extra_s <= alone.plan(room, 8).extra_s
 
 
 def test_nothing_stands_after_a_microbatch() -> None:
