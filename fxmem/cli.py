@@ -50,7 +50,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that every planning command takes."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="print one JSON document"),
-        click.option("--solve-s", type=float, help="time limit of the planner, seconds"),
+        click.option("--solve-s", type=float, help="limit on the planner's work, in seconds of a reference core"),
         click.option("--device", "device_spec", help="plan for a device that is not here: a preset or a JSON file"),
         click.option("--offload-dir", type=click.Path(path_type=Path), help="directory of the disk tier"),
         click.option("--tiers", help="host, disk, or auto: where saved tensors may go"),

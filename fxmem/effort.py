@@ -1,6 +1,6 @@
 """Planning effort: counted, not timed, so that a plan does not depend on what else the machine does.
 
-A time limit on planning is a limit on work: what a reference core (of a 2.x GHz server) does in that many seconds. The
+A time limit on planning is a limit on work: what a reference core does in that many seconds. The
 same request gives the same plan on a busy machine, later, but no other one.
 """
 
@@ -40,4 +40,4 @@ class Effort:
 
 def work_until(deadline_s: float) -> int:
     """A deadline in units of work; 0 (none) stays 0."""
-    return int(min(deadline_s, _MOST_S) * WORK_PER_S)
+    return round(min(deadline_s, _MOST_S) * WORK_PER_S)

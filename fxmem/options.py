@@ -42,7 +42,7 @@ class Settings:
     `offload_dir`: directory of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
     against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
     `dynamic`: sizes of inputs are symbols. `device_spec`: plan for that machine (a preset or JSON file), not this one.
-    `solve_s`: time limit of the planner in seconds. `plan`: use this plan instead of making one.
+    `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
     """
 
     budget: Budget = None

@@ -36,7 +36,7 @@ OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 @click.option("--dtype", default="bfloat16", show_default=True, help="of a configuration's parameters")
 @click.option("--sequence", type=int, default=4096, show_default=True, help="tokens a row, for a configuration")
 @click.option("--batch", type=int, help="rows, for a configuration (default: one a microbatch, 4 a stage)")
-@click.option("--solve-s", type=float, help="time limit of one stage's planner, seconds")
+@click.option("--solve-s", type=float, help="limit on a stage planner's work, in seconds of a reference core")
 @click.option("--tiers", help="host, disk, or auto: where stages may offload saved tensors to")
 @click.option("--offload-dir", type=click.Path(path_type=Path), help="directory of the disk tier")
 @click.option("--size", type=click.Choice(["tiny", "small"]), default="small", show_default=True, help="of a zoo model")

@@ -1,4 +1,4 @@
-"""The smallest schedules found so far: a search ends by time, so a second might not find what an error had named."""
+"""The smallest schedules found so far: under the budget that an error named a search goes another way than before."""
 
 from __future__ import annotations
 
