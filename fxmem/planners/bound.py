@@ -75,12 +75,6 @@ class LowerBound:
         """Whether `extra_s` is optimal for all practical purposes."""
         return extra_s - self.seconds <= _CLOSED * self.model.problem.baseline_s
 
-    def grow(self, deadline_s: float, max_moments: int = 8, best_s: float = np.inf) -> None:
-        """Step until a schedule of the MILP fits, `best_s` is proven, or time is up."""
-        while len(self.moments) <= max_moments and self.kernel.effort.now() < deadline_s and not self.closes(best_s):
-            if not self.step(deadline_s, best_s):
-                return
-
     def step(self, deadline_s: float, best_s: float = np.inf) -> bool:
         """Solve with one more moment, the worst overflow of the last schedule, looking for plans under `best_s`. False
         when nothing more can be added."""
