@@ -21,7 +21,7 @@ from tests.planners.test_instances import load
     ("planner", "share", "solve_s", "tiers"),
     [
         ("auto", 0.69, 0.4, ()),
-        ("auto", 0.69, 0.4, ("host",)),
+        pytest.param("auto", 0.69, 0.4, ("host",), marks=pytest.mark.slow),
         ("auto", 0.6, 0.1, ()),
         ("auto", 0.6, 0.1, ("host",)),
         ("exact", 0.7, 0.3, ()),

@@ -146,8 +146,10 @@ def test_a_tier_never_costs_time(program: Program, share: float, pace: float) ->
     assert make_plan(program, budget, "auto", host(pace)).extra_s <= without.extra_s + 1e-6
 
 
-@pytest.mark.parametrize("name", ["resnet50_hf", "unet", "gpt2_6l"])
-@pytest.mark.parametrize("share", [0.2, 0.55, 0.7])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("resnet50_hf", 0.2), ("resnet50_hf", 0.55), ("resnet50_hf", 0.7), ("unet", 0.35), ("gpt2_6l", 0.4)],
+)
 def test_a_slow_tier_costs_neither_time_nor_bytes_on_captured_graphs(name: str, share: float) -> None:
     """To the last digit, however little time there is: work is counted, so both searches find the same."""
     program = load(name)
