@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _COLUMN_S, _NONZERO_S = 2e-5, 1e-6  # presolve and the first relaxation of an integer program
 _ITERATION_S = 2e-5  # of the simplex method in a linear one
-_ROOT_CHECK_S, _TREE_CHECK_S = (2e-3, 6e-7), (5e-4, 4e-8)  # a check, and so much more per nonzero
+_ROOT_CHECK_S, _TREE_CHECK_S = (6e-3, 6e-7), (5e-4, 4e-8)  # a check, and so much more per nonzero
 
 
 @dataclass(frozen=True)
