@@ -17,6 +17,7 @@ from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
 from fxmem.planners.bound import least_bytes
+from fxmem.planners.least import is_valid
 from fxmem.planners.problem import reduce_program
 from fxmem.planning import baseline_actions
 from fxmem.schedule import Action, StartBackward, simulate
@@ -144,12 +145,14 @@ class StagePlanner:
         if limit < self._least_bytes or (in_flight > 1 and saved <= 0):
             return
         lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
+        problem = reduce_program(lane)
         try:
-            actions = self._solve(reduce_program(lane), self._base_bytes + limit, self._options).actions
+            actions = self._solve(problem, self._base_bytes + limit, self._options).actions
         except BudgetInfeasible as error:
+            if not is_valid(error.actions, problem, self._options):
+                return
             actions = error.actions
-        if actions:
-            self._found.append(self._figures(actions))
+        self._found.append(self._figures(actions))
 
     def _figures(self, actions: Sequence[Action]) -> StageActions:
         result = simulate(self._lane, actions, self._options.machine)

@@ -27,14 +27,14 @@ def solve(planner: str, problem: Problem, budget_bytes: int, options: Options) -
         least_bytes, actions = _found.get(key, (error.min_bytes - problem.base_bytes + 1, ()))
         if problem.base_bytes + least_bytes <= budget_bytes:
             return Solution(actions, notes={"why": "the smallest schedule found before"})
-        if error.min_bytes < problem.base_bytes + least_bytes and _is_valid(error.actions, problem, options):
+        if error.min_bytes < problem.base_bytes + least_bytes and is_valid(error.actions, problem, options):
             _found[key] = error.min_bytes - problem.base_bytes, error.actions
             while len(_found) > _NUM_KEPT:
                 _found.popitem(last=False)
         raise
 
 
-def _is_valid(actions: tuple[Action, ...], problem: Problem, options: Options) -> bool:
+def is_valid(actions: tuple[Action, ...], problem: Problem, options: Options) -> bool:
     """Whether there are any, and no tier holds more than it can."""
     return bool(actions) and fits(simulate(problem.program, actions, options.machine), options.machine)
 

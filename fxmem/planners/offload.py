@@ -15,7 +15,6 @@ import numpy as np
 from fxmem.effort import Effort
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.planners import auto as recompute
-from fxmem.planners.auto import infeasible_beyond
 from fxmem.planners.bound import LowerBound, free_lunch_s, least_bytes
 from fxmem.planners.chain_starts import chain_solutions, state_of
 from fxmem.planners.evict import evicted_states
@@ -343,5 +342,5 @@ class _Run:
         self.least = alone
         if best[0] < alone.min_bytes:
             actions = kernel.actions(best[1], best[0], self.tier)
-            self.least = infeasible_beyond(kernel.problem, budget, best[0], actions, self.options.machine)
+            self.least = recompute.infeasible_beyond(kernel.problem, budget, best[0], actions, self.options.machine)
         return best[1]
