@@ -24,13 +24,13 @@ help:
 	@echo "make test-fast  without those marked slow"
 	@echo "make asan       planner tests over a kernel built with address and undefined-behaviour sanitizers"
 	@echo "make bench      benches into $(RESULTS)/"
-	@echo "make lint types ruff; mypy --strict"
+	@echo "make lint types ruff, import-linter; mypy --strict"
 	@echo "make clean      build products and caches (distclean: .venv too)"
 
 venv: $(STAMP)
 
 # torch comes from the pin: without one, pip would take the newest build with several gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml .constraints.txt $(wildcard fxmem/planners/*.[ch])
+$(STAMP): pyproject.toml .constraints.txt $(wildcard fxmem/planners/kernel/*.[ch])
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[dev]'
@@ -50,10 +50,10 @@ ASAN := build/asan/_kernel.so
 asan: $(STAMP)
 	@mkdir -p $(dir $(ASAN))
 	$(CC) -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c99 -shared \
-		-fPIC -o $(ASAN) fxmem/planners/_*.c -lm
+		-fPIC -o $(ASAN) fxmem/planners/kernel/_*.c -lm
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 FXMEM_KERNEL=$(ASAN) \
 		LD_PRELOAD="$(foreach l,asan ubsan stdc++,$(shell $(CC) -print-file-name=lib$(l).so))" \
-		$(BIN)/python -m pytest -s tests/planners tests/chains -m "not slow" $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -s tests/planners -m "not slow" $(PYTEST_ARGS)
 
 # Benches run one after the other, whatever -j says: they measure time. A failed one leaves no result behind.
 bench: $(STAMP)
@@ -66,6 +66,7 @@ bench: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(STAMP)
 	$(BIN)/mypy

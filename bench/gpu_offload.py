@@ -23,7 +23,7 @@ import torch
 import fxmem
 from bench.common import Row, show
 from bench.offload_models import build, gradients
-from fxmem.runtime import cuda
+from fxmem.runtime.transfers import cuda
 from fxmem.testing import zoo
 
 Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event]]

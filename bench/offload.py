@@ -27,8 +27,8 @@ from bench.common import show
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.planners import Options
+from fxmem.planners.plan import Plan, make_plan
 from fxmem.planners.problem import Problem, reduce_program
-from fxmem.planning import Plan, make_plan
 from fxmem.schedule import Machine
 from fxmem.schedule.simulate import Link
 

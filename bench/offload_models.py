@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import fxmem
 from bench.common import Row, show
-from fxmem.planners.bound import least_bytes
 from fxmem.planners.problem import reduce_program
+from fxmem.planners.recompute.bound import least_bytes
 from fxmem.testing import zoo
 
 BATCH = 16  # of the tiny models: large enough for saved tensors to outweigh parameters

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fxmem.cli.stdout import clean_stdout
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.pipelining.chain import Chain, Cluster
 from fxmem.pipelining.curves import Recompute
@@ -30,7 +31,6 @@ from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.registry import PLANNERS, plan_pipeline
 from fxmem.pipelining.simulate import StageCost
 from fxmem.pipelining.synthetic import V100_LINK, amoebanet_like, gpt_like, vgg_like
-from fxmem.stdout import clean_stdout
 
 Row = dict[str, Any]
 GIB = 2**30

@@ -18,11 +18,11 @@ import fxmem
 from bench.common import Row, relative_error
 from bench.pipeline_ranks import run_ranks
 from fxmem.errors import BudgetInfeasible
-from fxmem.pipelining.driver import Driver, PipelineResult
+from fxmem.pipelining.decision import Driver, PipelineResult
 from fxmem.pipelining.model_plan import Request
-from fxmem.runtime.pipeline import Pipeline
-from fxmem.runtime.pipeline_batch import split_batch
-from fxmem.runtime.pipeline_stage import Stage
+from fxmem.runtime.pipeline.batch import split_batch
+from fxmem.runtime.pipeline.pipeline import Pipeline
+from fxmem.runtime.pipeline.stage import Stage
 from fxmem.testing.zoo import build
 
 MODELS = ("gpt2", "llama", "t5", "resnet50", "unet")

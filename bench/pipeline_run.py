@@ -24,8 +24,8 @@ import fxmem
 from bench.common import Row, show
 from bench.pipeline_matrix import MODELS, RANKS, SCHEDULES, matrix_rows
 from bench.pipeline_ranks import run_ranks
+from fxmem.budget import Budget
 from fxmem.testing.zoo import build
-from fxmem.units import Budget
 
 NUM_STEPS = 5
 TIMEOUT_S = 240

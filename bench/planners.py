@@ -18,7 +18,7 @@ from typing import Any
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.planners import Options
-from fxmem.planning import make_plan
+from fxmem.planners.plan import make_plan
 
 Row = dict[str, Any]
 

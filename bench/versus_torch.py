@@ -23,8 +23,8 @@ import fxmem
 from bench.common import Row, show
 from fxmem import compat
 from fxmem.capture import JointGraph, make_backend
-from fxmem.driver import annotated_program
 from fxmem.options import Settings
+from fxmem.step.graph_plan import annotated_program
 from fxmem.testing import zoo
 
 MODELS = ("gpt2", "unet", "resnet50")

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
         PlanMismatch,
         VerifyError,
     )
-    from fxmem.measurement import Measurement, measure
-    from fxmem.pipelining.api import PlannedPipeline, pipeline
-    from fxmem.planning import Plan
+    from fxmem.pipelining.planned import PlannedPipeline, pipeline
+    from fxmem.planners.plan import Plan
+    from fxmem.step.measurement import Measurement, measure
 
 __all__ = [
     "BudgetInfeasible",
@@ -37,7 +37,7 @@ __all__ = [
     "pipeline",
     "plan",
 ]
-_MODULES = ("errors", "planning", "measurement", "api", "pipelining.api")
+_MODULES = ("errors", "planners.plan", "step.measurement", "api", "pipelining.planned")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from fxmem import compat
+from fxmem.budget import Budget
 from fxmem.capture import JointGraph, capture
 from fxmem.capture.loss import with_loss
-from fxmem.driver import plan_graph
 from fxmem.errors import CaptureError, OptionError
 from fxmem.ir.program import Program
 from fxmem.options import OptionDict, Settings, settings
-from fxmem.planning import Plan
-from fxmem.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
-from fxmem.step import compile_step
-from fxmem.units import Budget
+from fxmem.planners.plan import Plan
+from fxmem.step.compiled import compile_step
+from fxmem.step.graph_plan import plan_graph
+from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
 
 
 class CompiledModule(nn.Module):
@@ -155,7 +155,7 @@ def max_batch(
     `args`: a batch of any size >= 2, batch dimension first in every tensor. Recomputation (and offloading, if `tiers`
     are named) may be used to the full. Raises BudgetInfeasible if not even one row fits.
     """
-    from fxmem.batch import largest_batch
+    from fxmem.step.max_batch import largest_batch
 
     made = settings(budget, **{**options, "dynamic": True})
     resident_bytes = functools.partial(_resident_bytes, model, made)

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+from fxmem.budget import Budget, resolve_budget
 from fxmem.errors import OptionError
 from fxmem.planners import get_planner
-from fxmem.planning import Plan
+from fxmem.planners.plan import Plan
 from fxmem.schedule.actions import TIERS, Tier
-from fxmem.units import Budget, resolve_budget
 
 Inner = Literal["eager", "inductor"]
 
@@ -38,7 +38,7 @@ class OptionDict(TypedDict, total=False):
 class Settings:
     """Checked options.
 
-    `budget`: see `fxmem.units.Budget`. `planner`: a registered name. `tiers`: where saved tensors may be offloaded to.
+    `budget`: see `fxmem.budget.Budget`. `planner`: a registered name. `tiers`: where saved tensors may be offloaded to.
     `offload_dir`: directory of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
     against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
     `dynamic`: sizes of inputs are symbols. `device_spec`: plan for that machine (a preset or JSON file), not this one.

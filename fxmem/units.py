@@ -1,64 +1,22 @@
-"""Bytes and budgets as users write them."""
+"""Bytes for people, and aligned."""
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
-Budget = int | float | str | None
-"""int bytes; "6GiB" or "500MB"; a float in (0, 1] of the unplanned peak; "min"; None for no limit."""
 
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_CHOICES = 'an int (bytes), "6GiB", "500MB", a float in (0, 1] (fraction of the unplanned peak), "min", or None'
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """The unit that people would name `nbytes` in, and its bytes: 1536 -> ('KiB', 1024)."""
+    power = next((i for i in range(len(_UNITS)) if abs(nbytes) < 1024 ** (i + 1)), len(_UNITS) - 1)
+    return _UNITS[power], 1024**power
 
 
 def format_bytes(nbytes: float) -> str:
     """Bytes for people, in powers of 1024: 1536 -> '1.50 KiB'."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
+    unit, divisor = unit_of(nbytes)
+    return f"{nbytes / divisor:.0f} {unit}" if unit == "B" else f"{nbytes / divisor:.2f} {unit}"
 
 
 def align_up(nbytes: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that holds `nbytes`."""
     return -(-nbytes // alignment) * alignment
-
-
-def parse_bytes(text: str) -> int:
-    """'6GiB' -> 6 * 2**30, '500MB' -> 500_000_000. Raises OptionError for anything else."""
-    from fxmem.errors import OptionError
-
-    match = _QUANTITY.fullmatch(text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise OptionError(
-            f"malformed number of bytes {text!r}: expected a number with one of {', '.join(filter(None, _UNITS))}"
-        )
-    return int(float(match[1]) * units[match[2].lower()])
-
-
-def resolve_budget(budget: Budget) -> int | float | Literal["min"] | None:
-    """Validate `budget`: positive int bytes, a fraction in (0, 1], "min" or None. Raises OptionError."""
-    from fxmem.errors import OptionError
-
-    if budget is None or budget == "min":
-        return budget  # type: ignore[return-value]
-    if isinstance(budget, str):
-        budget = parse_bytes(budget)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise OptionError(f"malformed budget {budget!r}: expected {_CHOICES}")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise OptionError(
-            f"malformed budget {budget!r}: a float is a fraction in (0, 1]; for bytes give an int or a string"
-        )
-    if budget <= 0:
-        raise OptionError(f"malformed budget {budget!r}: must be positive; expected {_CHOICES}")
-    return budget

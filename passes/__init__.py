@@ -1,7 +1,8 @@
 """Graph passes: each applies one part of a plan to the joint graph as FX nodes."""
 
-from fxmem.passes.base import GraphPass, PassReport, PassResult, run_passes
+from fxmem.passes.base import GraphPass, PassResult, run_passes
 from fxmem.passes.checkpoint import Checkpoint, apply_plan, rewrite
+from fxmem.passes.debug import PassReport
 from fxmem.passes.emit import Emitter, emit, emits, region_of
 
 __all__ = [

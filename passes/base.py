@@ -24,6 +24,7 @@ from fxmem.capture import JointGraph
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.errors import VerifyError
 from fxmem.passes import debug
+from fxmem.passes.debug import PassReport
 from fxmem.passes.emit import META, region_of
 from fxmem.passes.offload import verify_offload
 
@@ -39,16 +40,6 @@ class GraphPass(ABC):
     @abstractmethod
     def apply(self, joint: JointGraph) -> JointGraph:
         """Return the rewritten graph, or `joint` itself when there is nothing to do."""
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """`num_added`: ops by target that are there more often after the pass (negative: less often)."""
-
-    name: str
-    changed: bool
-    seconds: float
-    num_added: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fxmem.passes.offload import RUNTIME
 from fxmem.schedule.actions import Action
 
 if TYPE_CHECKING:
-    from fxmem.planning import Plan
+    from fxmem.planners.plan import Plan
 
 
 @dataclass(frozen=True)

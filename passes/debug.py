@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
 
-if TYPE_CHECKING:
-    from fxmem.passes.base import PassReport
 
+@dataclass(frozen=True)
+class PassReport:
+    """`num_added`: ops by target that are there more often after the pass (negative: less often)."""
+
+    name: str
+    changed: bool
+    seconds: float
+    num_added: Mapping[str, int]
 
 def debug_dir() -> Path | None:
     """Folder named by FXMEM_DEBUG, created if need be; None when the switch is off."""

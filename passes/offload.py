@@ -20,10 +20,10 @@ from fxmem.capture import JointGraph
 from fxmem.errors import VerifyError
 from fxmem.ir.program import Program
 from fxmem.passes.emit import Emitter, emits, region_of
-from fxmem.runtime import ops
-from fxmem.runtime.diskfile import shared_file
-from fxmem.runtime.engine import Engine, Hook
-from fxmem.runtime.layout import Layout, plan_layout
+from fxmem.runtime.transfers import ops
+from fxmem.runtime.transfers.disk_file import shared_file
+from fxmem.runtime.transfers.engine import Engine, Hook
+from fxmem.runtime.transfers.layout import Layout, plan_layout
 from fxmem.schedule.actions import Action, Free, Offload, Reload, Wait
 
 RUNTIME = "offload runtime"
@@ -67,11 +67,11 @@ def open_transfers(
     layout = plan_layout(program, actions, staged=device.type == "cuda")
     file = shared_file(offload_dir or tempfile.gettempdir()) if layout.disk_bytes else None
     if device.type == "cuda":
-        from fxmem.runtime.cuda import CudaEngine
+        from fxmem.runtime.transfers.cuda import CudaEngine
 
         engine: Engine = CudaEngine(layout, device, file, hook)
     else:
-        from fxmem.runtime.threads import ThreadEngine
+        from fxmem.runtime.transfers.threads import ThreadEngine
 
         engine = ThreadEngine(layout, file, hook)
     return Transfers(ops.register(engine), engine, layout)

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxmem.errors import VerifyError
 from fxmem.passes.emit import META
-from fxmem.runtime import ops as _ops  # noqa: F401  (defines fxmem::reload)
+from fxmem.runtime.transfers import ops as _ops  # noqa: F401  (defines fxmem::reload)
 
 PART = "part"
 """Key in `node.meta[META]` of a node that makes some of the results of the op it was: its workspace is another one."""

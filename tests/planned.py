@@ -14,10 +14,10 @@ from fxmem.analysis.cost import annotate
 from fxmem.capture import JointGraph
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.ir.program import Program
-from fxmem.lower import Inner, Lowered, backend, lower
 from fxmem.passes import rewrite
 from fxmem.schedule.actions import Action
 from fxmem.schedule.simulate import simulate
+from fxmem.step.lower import Inner, Lowered, backend, lower
 
 Choose = Callable[[Program], tuple[Action, ...]]
 

@@ -38,6 +38,14 @@ def test_measure_is_under_the_budget():
     assert row["measured_bytes"] == row["predicted_bytes"] <= row["budget_bytes"]
 
 
+def test_the_table_is_whole_at_80_columns():
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["measure", "tests.test_cli:built", "--budget", "0.8"])
+    assert result.exit_code == 0, result.output
+    assert all(heading in result.output for heading in ("budget", "predicted", "measured", "extra op %", "bound %"))
+    assert "…" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -120,5 +120,6 @@ def test_installed_package_imports_from_a_fresh_place(site: Path, tmp_path: Path
 
 
 def test_installed_kernel_is_a_loadable_library(site: Path) -> None:
-    library = ctypes.CDLL(str(site / "fxmem" / "planners" / f"_kernel{sysconfig.get_config_var('EXT_SUFFIX')}"))
+    folder = site / "fxmem" / "planners" / "kernel"
+    library = ctypes.CDLL(str(folder / f"_kernel{sysconfig.get_config_var('EXT_SUFFIX')}"))
     assert library.fx_new

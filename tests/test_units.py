@@ -2,8 +2,9 @@
 
 import pytest
 
+from fxmem.budget import parse_bytes, resolve_budget
 from fxmem.errors import BudgetInfeasible, OptionError
-from fxmem.units import format_bytes, parse_bytes, resolve_budget
+from fxmem.units import format_bytes
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Liveness:
 
     def _holder(self, storage: int) -> Holder:
         op = self.program.ops[self.program.producer[storage]]
-        return Holder(storage, op.name, self._nbytes[storage], self._kind(storage), op.source)
+        return Holder(storage, op.shown, self._nbytes[storage], self._kind(storage), op.source)
 
     def _kind(self, storage: int) -> Kind:
         op = self.program.ops[self.program.producer[storage]]

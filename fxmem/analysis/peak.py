@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import sympy
 
@@ -14,9 +13,6 @@ from fxmem.errors import OptionError
 from fxmem.ir import sizes
 from fxmem.ir.program import Op, Program
 from fxmem.schedule.actions import Action, Compute, Recompute
-
-if TYPE_CHECKING:
-    from fxmem.planning import Plan
 
 LARGEST_SOLUTION = 2**40
 
@@ -89,12 +85,6 @@ def _workspace(program: Program, op: Op, nbytes: list[int]) -> Terms:
         return to_terms(op.workspace_bytes)
     size = op.workspace_bytes * program.storages[storage].nbytes / sympy.Integer(nbytes[storage])
     return to_terms(sympy.ceiling(sympy.expand(size)))
-
-
-def evaluator(plan: Plan) -> Callable[[Mapping[str, int]], int]:
-    """The peak of `plan` as a function of the values of its size symbols (those not given: as at capture)."""
-    expr, hints = plan.peak_expr, plan.program.hints
-    return lambda values: sizes.evaluate(expr, {**hints, **values})
 
 
 def solve_max(

@@ -27,7 +27,8 @@ def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
     storages = _Storages()
     ids = {node: storages.of(node) for node in nodes}
     last_write = _last_writes(joint, nodes, ids)
-    ops = tuple(_op(joint, node, index, ids, last_write) for node in nodes)
+    labels = _labels(joint)
+    ops = tuple(_op(joint, node, index, ids, last_write, labels.get(node.name, "")) for node in nodes)
     outputs = joint.outputs
     forward, backward = outputs[: joint.num_forward_outputs], outputs[joint.num_forward_outputs :]
     return Program(
@@ -76,6 +77,7 @@ def _op(
     index: Mapping[fx.Node, int],
     ids: Mapping[fx.Node, tuple[int, ...]],
     last_write: Mapping[int, int],
+    label: str,
 ) -> Op:
     position = index[node]
     region: Region = "forward" if position < joint.num_forward_nodes else "backward"
@@ -98,7 +100,18 @@ def _op(
         is_collective=collective,
         recomputable=not (random or collective or mutates or overwritten) and is_pure(node),
         source=joint.sources.get(node.name, ""),
+        label=label,
     )
+
+
+def _labels(joint: JointGraph) -> dict[str, str]:
+    """Node -> what the model calls it: parameters and buffers by their qualified names, and their gradients."""
+    labels = dict(joint.names)
+    inputs = [node for node in joint.nodes[: joint.num_forward_nodes] if node.op == "placeholder"]
+    for node, gradient in zip(inputs, joint.outputs[joint.num_forward_outputs :], strict=False):
+        if isinstance(gradient, fx.Node) and node.name in joint.names:
+            labels.setdefault(gradient.name, f"gradient of {joint.names[node.name]}")
+    return labels
 
 
 def _last_writes(joint: JointGraph, nodes: list[fx.Node], ids: Mapping[fx.Node, tuple[int, ...]]) -> dict[int, int]:

@@ -40,7 +40,7 @@ class Op:
     `args`: indices of the ops whose outputs it takes. `storages`: ids of the storages its outputs live in (none for
     scalars). `mutates`: ids of storages it writes in place. `workspace_bytes`: allocated and released within the op,
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
-    `source`: the line of the model it comes from.
+    `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
     """
 
     index: int
@@ -57,14 +57,20 @@ class Op:
     is_collective: bool = False
     recomputable: bool = True
     source: str = ""
+    label: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Its name for people."""
+        return self.label or self.name
 
 
 @dataclass(frozen=True)
 class Program:
     """A training step in captured order, which respects dependencies.
 
-    No forward op depends on a backward one, so all of forward can run before backward starts. An input of the backward
     No forward op depends on a backward one: all of forward can run before backward starts. An input of the backward
+    region is a tangent, the gradient of a forward output. `forward_outputs`, `backward_outputs`: indices of ops whose
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
@@ -240,6 +246,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "collective": op.is_collective,
         "recomputable": op.recomputable,
         "source": op.source,
+        "label": op.label,
     }
 
 
@@ -262,6 +269,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         is_collective=data.get("collective", False),
         recomputable=data.get("recomputable", not is_random),
         source=data.get("source", ""),
+        label=data.get("label", ""),
     )
 
 

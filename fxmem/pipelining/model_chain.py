@@ -16,7 +16,7 @@ from fxmem.capture import JointGraph
 from fxmem.ir.program import Program
 from fxmem.passes.stage_assign import CutError, Staging, assign_stages, num_bytes
 from fxmem.pipelining.chain import Block, Chain, Option, lower_hull
-from fxmem.planners.chain_blocks import choose_cuts, crossing_bytes
+from fxmem.planners.chains.graph_blocks import choose_cuts, crossing_bytes
 from fxmem.planners.problem import Problem, reduce_program
 
 _NEAR, _WIDE, _USUAL = 4, 3, 1.1

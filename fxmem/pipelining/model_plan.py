@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxmem import compat
 from fxmem.analysis import cost
 from fxmem.analysis.devices import device_spec
-from fxmem.doctor import machine
+from fxmem.analysis.doctor import machine
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.pipelining.bound import lower_bound_s
@@ -30,10 +30,10 @@ from fxmem.pipelining.realise import Beside, Realised, Realiser
 from fxmem.pipelining.registry import plan_pipeline
 from fxmem.pipelining.schedules import Schedule, gpipe, one_f_one_b, one_f_one_b_n, torch_schedule
 from fxmem.planners import Options
-from fxmem.resident import optimizer_bytes, storage_bytes
-from fxmem.runtime.pipeline import Pipeline
+from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Machine
 from fxmem.schedule.actions import Tier
+from fxmem.step.resident import optimizer_bytes, storage_bytes
 
 LINKS = {"cpu": Link(1e-4, 2e9), "cuda": Link(20e-6, 25e9)}
 """Between neighbours, where nothing is known: gloo through loopback; a 200 Gb/s network."""

@@ -24,9 +24,9 @@ from fxmem.pipelining.schedules import Schedule
 from fxmem.pipelining.simulate import Simulation, StageCost, simulate
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.planners import Options
-from fxmem.runtime.pipeline import Pipeline
-from fxmem.runtime.pipeline_code import StageCode, stage_program
-from fxmem.runtime.pipeline_memory import RankBytes, RankPlay, StageBytes
+from fxmem.runtime.pipeline.code import StageCode, stage_program
+from fxmem.runtime.pipeline.memory import RankBytes, RankPlay, StageBytes
+from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.units import align_up
 
 NUM_ROUNDS = 8

@@ -16,10 +16,10 @@ from fxmem.ir.program import Op, Program, Region
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
-from fxmem.planners.bound import least_bytes
-from fxmem.planners.least import is_valid
+from fxmem.planners.plan import baseline_actions
 from fxmem.planners.problem import reduce_program
-from fxmem.planning import baseline_actions
+from fxmem.planners.recompute.bound import least_bytes
+from fxmem.planners.smallest import is_valid
 from fxmem.schedule import Action, StartBackward, simulate
 from fxmem.schedule.actions import Compute, Recompute
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxmem.effort import Effort
 from fxmem.errors import OptionError
+from fxmem.planners.effort import Effort
 from fxmem.planners.problem import Problem
 from fxmem.schedule.actions import Action, Tier
 from fxmem.schedule.simulate import Machine
@@ -54,7 +54,7 @@ def by_speed(options: Options) -> list[Tier]:
 Planner = Callable[[Problem, int, Options], Solution]
 PLANNERS: dict[str, Planner] = {}
 # modules that register planners when imported
-_MODULES = ("simple", "auto", "exact", "chain_program", "offload")
+_MODULES = ("recompute.simple", "auto", "recompute.exact", "chains.graph_plan", "offload.search")
 
 
 def register(name: str) -> Callable[[Planner], Planner]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxmem.planning import STAYS, Plan
+from fxmem.planners.plan import STAYS, Plan
 from fxmem.schedule import Offload, Recompute, StartBackward
 
 Decision = Literal["keep", "recompute", "offload"]
@@ -57,7 +57,7 @@ def saved_tensors(plan: Plan) -> list[Saved]:
         decision: Decision = "offload" if storage in offloaded else "keep" if storage in kept else "recompute"
         cost_s = again.get(op.index, 0.0)
         stays = "" if decision == "offload" else reasons.get(str(storage), "")
-        rows.append(Saved(storage, op.name, op.target, nbytes[storage], decision, cost_s, op.source, stays))
+        rows.append(Saved(storage, op.shown, op.target, nbytes[storage], decision, cost_s, op.source, stays))
     return sorted(rows, key=lambda row: (-row.nbytes, row.storage))
 
 
@@ -80,4 +80,4 @@ def standing_at_peak(plan: Plan) -> list[Standing]:
 
 def _standing(plan: Plan, storage: int, nbytes: int, kind: Literal["resident", "saved", "temporary"]) -> Standing:
     op = plan.program.ops[plan.program.producer[storage]]
-    return Standing(op.name, nbytes, kind, op.source)
+    return Standing(op.shown, nbytes, kind, op.source)

@@ -8,8 +8,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from fxmem.planners.plan import Plan, baseline_actions
 from fxmem.planners.problem import reduce_program
-from fxmem.planning import Plan, baseline_actions
 from fxmem.report.decisions import saved_tensors, standing_at_peak
 from fxmem.report.text import figure_rows
 from fxmem.schedule import SimResult, simulate

@@ -8,7 +8,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from fxmem.planning import Plan
+from fxmem.planners.plan import Plan
 from fxmem.report.decisions import saved_tensors, standing_at_peak
 from fxmem.schedule import Offload, Recompute
 from fxmem.units import format_bytes

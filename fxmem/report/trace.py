@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxmem.planning import Plan
+from fxmem.planners.plan import Plan
 from fxmem.schedule import Compute, Recompute
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fxmem import doctor
+from fxmem.analysis import doctor
 from fxmem.analysis.devices import PLANNING_FACTOR, device_spec
 from fxmem.errors import OptionError
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxmem.analysis.devices import round_up
 from fxmem.analysis.liveness import liveness, plain_actions
-from fxmem.analysis.peak import evaluator, peak, peak_expr, solve_max
+from fxmem.analysis.peak import peak, peak_expr, solve_max
 from fxmem.errors import OptionError
 from fxmem.ir import sizes
 from fxmem.ir.program import Op, Program, Storage
@@ -115,13 +115,3 @@ def test_the_largest_batch_is_exactly_the_last_that_fits() -> None:
     assert solve_max(expr, A, 100, {"b": 7}) == 0
     with pytest.raises(OptionError, match="does not depend on c"):
         solve_max(expr, "c", 100)
-
-
-def test_an_evaluator_fills_in_the_hints() -> None:
-    from types import SimpleNamespace
-
-    program = _chain(2, 4 * A * B, 8)
-    plan = SimpleNamespace(peak_expr=peak_expr(program), program=program)
-    peak_bytes = evaluator(plan)  # type: ignore[arg-type]
-    assert peak_bytes({}) == peak(program).peak_bytes
-    assert peak_bytes({"a": 9}) == peak(program.at({"a": 9, "b": 2})).peak_bytes

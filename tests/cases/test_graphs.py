@@ -8,7 +8,7 @@ from fxmem.analysis.cost import annotate
 from fxmem.capture import capture
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.planners import Options
-from fxmem.planning import make_plan
+from fxmem.planners.plan import make_plan
 from tests.models import Blocks, blocks, gradients
 
 

@@ -25,13 +25,13 @@ from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.passes.stage_split import StageGraph
 from fxmem.pipelining.schedules import Schedule, one_f_one_b, torch_schedule
-from fxmem.runtime import ops
-from fxmem.runtime.pipeline import Pipeline, build_pipeline
-from fxmem.runtime.pipeline_batch import split_batch
-from fxmem.runtime.pipeline_stage import Stage
+from fxmem.runtime.pipeline.batch import split_batch
+from fxmem.runtime.pipeline.pipeline import Pipeline, build_pipeline
+from fxmem.runtime.pipeline.stage import Stage
+from fxmem.runtime.transfers import ops
 from fxmem.schedule import Action
 from tests.distributed.ranks import TIMEOUT_S, even_cuts, reference, steps_of, train
-from tests.offload.plans import full_plan, offload_plan, saved_storages
+from tests.runtime.transfers.plans import full_plan, offload_plan, saved_storages
 from tests.zoo import build
 
 NUM_STEPS = 50

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from bench.pipeline_matrix import steps_of_one_process
 from bench.pipeline_ranks import run_ranks
 from fxmem.capture import capture
-from fxmem.runtime.pipeline import Pipeline, build_pipeline
-from fxmem.runtime.pipeline_batch import split_batch
+from fxmem.runtime.pipeline.batch import split_batch
+from fxmem.runtime.pipeline.pipeline import Pipeline, build_pipeline
 from tests.zoo import build
 
 RATE = 0.05

@@ -9,7 +9,7 @@ import fxmem
 from bench.gpu_offload import run
 from fxmem.schedule import Machine
 from tests.models import blocks, gradients
-from tests.offload.test_compile_faults import FAST, check_disk_faults, check_levels
+from tests.runtime.transfers.test_compile_faults import FAST, check_disk_faults, check_levels
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def fast_links(monkeypatch):
     """Links so fast that plans offload."""
-    monkeypatch.setattr("fxmem.driver.machine", lambda tiers, *_: Machine(dict.fromkeys(tiers, FAST)))
+    monkeypatch.setattr("fxmem.step.graph_plan.machine", lambda tiers, *_: Machine(dict.fromkeys(tiers, FAST)))
 
 
 @pytest.mark.usefixtures("fast_links")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fxmem.errors import OffloadError
-from fxmem.runtime.diskfile import DiskFile
-from fxmem.runtime.engine import Engine, Hook, Moment
-from fxmem.runtime.layout import Layout, Slot, lay_out
+from fxmem.runtime.transfers.disk_file import DiskFile
+from fxmem.runtime.transfers.engine import Engine, Hook, Moment
+from fxmem.runtime.transfers.layout import Layout, Slot, lay_out
 from fxmem.schedule.actions import Tier
-from tests.offload import contract
+from tests.runtime.transfers import contract
 
 pytestmark = pytest.mark.gpu
 TIERS: list[tuple[Tier, ...]] = [("host",), ("disk",), ("host", "disk")]
@@ -28,7 +28,7 @@ def cuda() -> torch.device:
 
 @pytest.fixture
 def make(tmp_path: Path, cuda: torch.device) -> Iterator[contract.MakeEngine]:
-    from fxmem.runtime.cuda import CudaEngine
+    from fxmem.runtime.transfers.cuda import CudaEngine
 
     def build(layout: Layout, hook: Hook | None) -> Engine:
         return CudaEngine(layout, cuda, DiskFile(tmp_path), hook)

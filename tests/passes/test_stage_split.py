@@ -8,10 +8,10 @@ from torch import fx, nn
 
 from fxmem.capture import JointGraph, capture
 from fxmem.errors import OptionError
-from fxmem.lower import lower
 from fxmem.passes.base import run_passes
 from fxmem.passes.split_backward import split_backward
 from fxmem.passes.stage_split import CutError, StageGraph, StageSplit, split_stages
+from fxmem.step.lower import lower
 from tests.zoo import build
 
 

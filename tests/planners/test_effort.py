@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from bench.offload import machine
-from fxmem.effort import Effort
 from fxmem.errors import BudgetInfeasible
 from fxmem.planners import Options, Solution, get_planner
-from fxmem.planners.kernel import Kernel, State
+from fxmem.planners.effort import Effort
+from fxmem.planners.kernel.binding import Kernel, State
 from fxmem.planners.problem import reduce_program
 from fxmem.schedule.actions import Tier
 from tests.planners.test_instances import load

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxmem.ir.program import Program
-from fxmem.planners.evict import EXPONENTS
-from fxmem.planners.kernel import Kernel, State
+from fxmem.planners.kernel.binding import Kernel, State
 from fxmem.planners.problem import Problem, reduce_program
+from fxmem.planners.recompute.evict import EXPONENTS
 from fxmem.schedule import simulate
 from fxmem.testing.programs import programs
 from tests.planners.models import MIB, Builder, blocks, many_users

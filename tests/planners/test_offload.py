@@ -14,15 +14,15 @@ from bench.offload import machine, margins, run
 from fxmem.errors import BudgetInfeasible, OptionError, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options
-from fxmem.planners.bound import free_lunch_s
-from fxmem.planners.chain_starts import state_of
-from fxmem.planners.kernel import State
-from fxmem.planners.offload import JointPool
-from fxmem.planners.offload_bound import OffloadBound
-from fxmem.planners.offload_kernel import KEEP, OFFLOAD, JointKernel, offloadable
+from fxmem.planners.chains.graph_starts import state_of
+from fxmem.planners.kernel.binding import State
+from fxmem.planners.kernel.joint import KEEP, OFFLOAD, JointKernel, offloadable
+from fxmem.planners.offload.bound import OffloadBound
+from fxmem.planners.offload.search import JointPool
+from fxmem.planners.plan import judge, make_plan
 from fxmem.planners.problem import Problem, reduce_program
+from fxmem.planners.recompute.bound import free_lunch_s
 from fxmem.planners.registry import Solution, get_planner
-from fxmem.planning import judge, make_plan
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link
@@ -242,9 +242,9 @@ def test_another_planners_plan_is_taken_where_the_search_finds_none(monkeypatch:
     program, options = unrecomputable(), replace(host(4 * MIB), solve_s=0.05)
     good = make_plan(program, 0.6, "auto", replace(options, solve_s=1.0))
     monkeypatch.setattr(JointPool, "improve", lambda *_, **__: None)
-    monkeypatch.setattr("fxmem.planners.offload.chain_solutions", lambda *_: iter([Solution(good.actions)]))
+    monkeypatch.setattr("fxmem.planners.offload.search.chain_solutions", lambda *_: iter([Solution(good.actions)]))
     assert make_plan(program, 0.6, "auto", options).extra_s <= good.extra_s
-    monkeypatch.setattr("fxmem.planners.offload.chain_solutions", lambda *_: iter([]))
+    monkeypatch.setattr("fxmem.planners.offload.search.chain_solutions", lambda *_: iter([]))
     with pytest.raises(BudgetInfeasible):
         make_plan(program, 0.6, "auto", options)
 

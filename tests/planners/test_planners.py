@@ -14,13 +14,13 @@ import fxmem
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.planners import Options, get_planner
-from fxmem.planners.auto import Pool, quick
-from fxmem.planners.blocks import storage_classes
-from fxmem.planners.bound import LowerBound, least_bytes
-from fxmem.planners.kernel import Kernel, candidates
-from fxmem.planners.mincut import CutFamily
+from fxmem.planners.kernel.binding import Kernel, candidates
+from fxmem.planners.plan import Plan, make_plan
 from fxmem.planners.problem import Problem, reduce_program
-from fxmem.planning import Plan, make_plan
+from fxmem.planners.recompute.blocks import storage_classes
+from fxmem.planners.recompute.bound import LowerBound, least_bytes
+from fxmem.planners.recompute.mincut import CutFamily
+from fxmem.planners.recompute.search import Pool, quick
 from fxmem.schedule import simulate
 from fxmem.testing import zoo
 from fxmem.testing.programs import Shape, programs

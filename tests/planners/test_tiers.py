@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Program
 from fxmem.planners import Options
+from fxmem.planners.plan import Plan, make_plan
 from fxmem.planners.problem import reduce_program
 from fxmem.planners.tiers import fits, spread
-from fxmem.planning import Plan, make_plan
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fxmem.errors import VerifyError
 from fxmem.planners.problem import reduce_program
-from fxmem.runtime.layout import plan_layout
+from fxmem.runtime.transfers.layout import plan_layout
 from fxmem.schedule import Compute, Free, Machine, Offload, Recompute, Reload, StartBackward, Wait, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
 from fxmem.schedule.simulate import Link

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csc_array, csr_array
 
-from fxmem.effort import Effort
 from fxmem.pipelining.chain import Cluster
 from fxmem.pipelining.evaluate import Candidate, Cuts, Evaluator, FixedSchedule
 from fxmem.pipelining.partition.base import Clock, Problem, finish
@@ -26,7 +25,8 @@ from fxmem.pipelining.partition.onefoneb_star import star_proposals
 from fxmem.pipelining.plan import PipelinePlan
 from fxmem.pipelining.schedules import Action, Kind, Schedule
 from fxmem.pipelining.simulate import StageCost
-from fxmem.solver import minimise
+from fxmem.planners.effort import Effort
+from fxmem.planners.solver import minimise
 
 _PRECISION = 0.005
 _LIMIT_S = 5.0

@@ -1,0 +1,5 @@
+"""`python -m fxmem.cli`."""
+
+from fxmem.cli import main
+
+main()

@@ -1,0 +1,294 @@
+"""From a captured model to a pipeline plan: chain, cuts, schedule, and stages that fit, one rank deciding for all."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
+from fxmem.passes.stage_split import Cuts, StageGraph
+from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
+from fxmem.pipelining.realise import Realised
+from fxmem.runtime.pipeline.pipeline import Pipeline
+from fxmem.schedule import Action
+from fxmem.units import format_bytes
+
+Rows = list[list[str]]
+_PATIENCE_S = 60.0
+"""Seconds of planning after which no further number of microbatches or kind of schedule is tried."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One stage. `cut`: the op it begins with; `peak_bytes`: of its rank; `busy_s`: seconds of one microbatch, of which
+    `extra_s` recomputing or waiting for transfers of `moved_bytes`; `saved_bytes`: held by each of `in_flight`
+    microbatches; `static_bytes`: parameters and buffers.
+    """
+
+    index: int
+    rank: int
+    cut: str
+    num_ops: int
+    peak_bytes: int
+    static_bytes: int
+    saved_bytes: int
+    send_bytes: int
+    in_flight: int
+    busy_s: float
+    extra_s: float
+    moved_bytes: int
+
+
+class Tried(NamedTuple):
+    """A kind of schedule with a number of microbatches, and the step that the chain promised; None: nothing fits."""
+
+    schedule: str
+    num_microbatches: int
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """What was decided. `peak_bytes`: predicted, per rank; `gap`: step over the chain's lower bound, less one; `tried`:
+    what it was chosen from.
+    """
+
+    stages: tuple[StageResult, ...]
+    schedule: str
+    num_microbatches: int
+    budget_bytes: int | None
+    peak_bytes: tuple[int, ...]
+    step_s: float
+    bound_s: float
+    bubble: float
+    solve_s: float
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        return self.step_s / self.bound_s - 1
+
+    def __str__(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        lines = [
+            f"{len(self.stages)} stages on {len(self.peak_bytes)} devices, {self.schedule}, {self.num_microbatches} "
+            f"microbatches, {budget}: step {self.step_s:.4f} s, bubble {self.bubble:.1%}, gap {self.gap:.1%}"
+        ]
+        for s in self.stages:
+            lines.append(
+                f"  stage {s.index} on rank {s.rank}, from {s.cut}: peak {format_bytes(s.peak_bytes)}, parameters "
+                f"{format_bytes(s.static_bytes)}, {s.in_flight} x {format_bytes(s.saved_bytes)} in flight, "
+                f"{s.busy_s:.4f} s a microbatch ({s.extra_s:.4f} s of it again or waiting)"
+                + (f", {format_bytes(s.moved_bytes)} moved" if s.moved_bytes else "")
+            )
+        if len(self.tried) > 1:
+            steps = (
+                f"{t.schedule} x {t.num_microbatches} {'does not fit' if t.step_s is None else f'{t.step_s:.4f} s'}"
+                for t in self.tried
+            )
+            lines.append(f"  chosen from (steps of the chain): {', '.join(steps)}")
+        return "\n".join(lines)
+
+
+class Driver:
+    """Plans a model and cuts it accordingly; `make(n)` captures it for n microbatches. `runtime` comes with `run`."""
+
+    runtime: Pipeline
+
+    def __init__(
+        self,
+        make: Callable[[int], Pipeline],
+        request: Request,
+        batch: Sequence[Tensor],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._make, self.request = make, request
+        self._inputs = batch, model, optimizer
+        self._tried: list[Tried] = []
+        self._last_cut: tuple[Cuts, Rows, Sequence[int]] | None = None
+
+    def run(self) -> PipelineResult:
+        """Decide (in a process group on rank 0 alone) and cut. Raises what `fxmem.pipeline` raises."""
+        if len(self.request.microbatch_counts) == 1:
+            self.runtime = self._make(self.request.microbatch_counts[0])
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            self._apply(decided := self._decide())
+            return decided[0]
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box[0] = self._decide()
+            except FxmemError as error:
+                box[0] = (type(error), error.__dict__, str(error))
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0][0], type):
+            kind, fields, message = box[0]
+            failure = kind.__new__(kind, message)
+            failure.args = (message,)
+            failure.__dict__.update(fields)
+            raise failure
+        result: PipelineResult = box[0][0]
+        if len(self.request.microbatch_counts) > 1 and dist.get_rank():
+            self.runtime = self._make(result.num_microbatches)
+        self._apply(box[0])
+        return result
+
+    def _apply(self, decided: tuple[PipelineResult, Any]) -> None:
+        _, (positions, rows, rank_of, actions) = decided
+        self._cut(positions, rows, rank_of)
+        first = self.runtime.stage_graphs
+        targets = [_targets(graph) for graph in first]
+
+        def plan_stage(graph: StageGraph, program: object) -> Sequence[Action] | None:
+            """The same schedule for every shape of microbatch whose graph has the same ops."""
+            return actions[graph.index] if _targets(graph) == targets[graph.index] else None
+
+        self.runtime.plan_stage = plan_stage
+        self.runtime.offload_dir = self.request.offload_dir
+
+    def _cut(self, positions: Cuts, rows: Rows, rank_of: Sequence[int]) -> None:
+        """Cut the runtime, unless that is how it was cut last."""
+        wanted = (positions, rows, rank_of)
+        if self._last_cut != wanted:
+            self.runtime.cut(positions, "actions", rows, rank_of)
+        self._last_cut = wanted
+
+    def _decide(self) -> tuple[PipelineResult, Any]:
+        started = self._started = time.perf_counter()
+        budget, planner, found, bound_s = self._search()
+        self.runtime = planner.runtime
+        rows = found.schedule.as_csv_rows()
+        self._cut(found.positions, rows, found.schedule.device_of)
+        result = self._result(planner.num_microbatches, found, budget, bound_s, time.perf_counter() - started)
+        actions = [stage.actions for stage in found.stages]
+        return result, (found.positions, rows, found.schedule.device_of, actions)
+
+    def _planners(self) -> Iterator[ModelPlanner]:
+        """One for each number of microbatches, made when it is asked for; after the first, only while there is time.
+
+        Raises what the last one raised if none can be made.
+        """
+        counts, made, failure = self.request.microbatch_counts, 0, None
+        for count in counts:
+            if made and time.perf_counter() - self._started > _PATIENCE_S / 2:
+                return
+            try:
+                runtime = self.runtime if len(counts) == 1 else self._make(count)
+                planner = ModelPlanner(runtime, self.request, count, *self._inputs)
+            except FxmemError as error:
+                failure = error
+                continue
+            made += 1
+            yield planner
+        if not made and failure is not None:
+            raise failure
+
+    def _search(self) -> tuple[int | None, ModelPlanner, Realised, float]:
+        """(budget in bytes, the planner that found them, stages that fit it, lower bound on the step)."""
+        planners, budget = self._planners(), self.request.budget
+        first = next(planners)
+        if budget == "min":
+            leans = [(planner, planner.lean()) for planner in (first, *planners)]
+            planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
+            return max(lean.peak_bytes), planner, lean, planner.bound_s()
+        if isinstance(budget, float):
+            budget = int(budget * first.whole_bytes())
+        limit = NO_LIMIT if budget is None else budget
+        return budget, *self._under(limit, itertools.chain([first], planners))
+
+    def _under(self, budget: float, planners: Iterator[ModelPlanner]) -> tuple[ModelPlanner, Realised, float]:
+        """The fastest stages under `budget` over the kinds of schedules and the numbers of microbatches: the chain
+        proposes, what it says is fastest is realised first. The bound holds for all that was proposed. At last the cut
+        of least memory.
+
+        Raises BudgetInfeasible naming the stage and the smallest budget found.
+        """
+        proposals: list[tuple[ModelPlanner, Proposal]] = []
+        made: list[ModelPlanner] = []
+        for planner in planners:
+            made.append(planner)
+            proposals += [(planner, proposal) for proposal in self._proposals(planner, budget)]
+        failure = next((proposal.failure for _, proposal in proposals), None)
+        if not any(proposal.plan for _, proposal in proposals):
+            proposals = [(planner, planner.propose_larger(proposal)) for planner, proposal in proposals]
+        has_single = any(proposal.plan and proposal.kind not in TWO_STAGES for _, proposal in proposals)
+        found: tuple[ModelPlanner, Realised, float] | None = None
+        for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
+            if proposal.plan is None:
+                break
+            late = time.perf_counter() - self._started > _PATIENCE_S
+            if found and late:
+                break
+            if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
+                continue
+            try:
+                realised = planner.realise(proposal, budget, found[1].step_s if found else float("inf"))
+            except BudgetInfeasible as error:
+                failure = failure or error
+                continue
+            if realised and (found is None or realised[0].step_s < found[1].step_s):
+                found = planner, *realised
+        if found:
+            return *found[:2], min([found[2], *(p.plan.bound_s for _, p in proposals if p.plan)])
+        leans = [(planner, planner.lean()) for planner in made]
+        planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
+        if max(lean.peak_bytes) <= budget:
+            return planner, lean, planner.bound_s()
+        raise lean.infeasible(int(budget)) from failure
+
+    def _proposals(self, planner: ModelPlanner, budget: float) -> Iterator[Proposal]:
+        """One a kind of schedule, those left out that torch can't lay out. Raises OptionError if it was asked for."""
+        for kind in planner.kinds:
+            try:
+                proposal = planner.propose(kind, budget)
+            except OptionError:
+                if len(planner.kinds) == 1:
+                    raise
+                continue
+            step_s = proposal.plan.step_s if proposal.plan else None
+            self._tried.append(Tried(kind, planner.num_microbatches, step_s))
+            yield proposal
+
+    def _result(
+        self, num_microbatches: int, found: Realised, budget: int | None, bound_s: float, solve_s: float
+    ) -> PipelineResult:
+        runtime = self.runtime
+        starts = ["the inputs", *(runtime.joint.nodes[p].name for p in found.positions)]
+        stages = tuple(
+            StageResult(
+                index=graph.index,
+                rank=(rank := found.schedule.device_of[graph.index]),
+                cut=starts[graph.index],
+                num_ops=sum(node.op == "call_function" for node in graph.joint.nodes),
+                peak_bytes=found.peak_bytes[rank],
+                static_bytes=sum(runtime.tensors[runtime.canonical(graph, n)].nbytes for n in graph.statics),
+                saved_bytes=planned.saved_bytes,
+                send_bytes=sum(v.nbytes for v in graph.values(graph.sends)),
+                in_flight=count,
+                busy_s=planned.forward_s + planned.backward_s,
+                extra_s=planned.extra_s,
+                moved_bytes=planned.moved_bytes,
+            )
+            for graph, planned, count in zip(runtime.stage_graphs, found.stages, found.in_flight, strict=True)
+        )
+        run = found.simulation
+        return PipelineResult(
+            stages, found.schedule.name, num_microbatches, budget, found.peak_bytes, run.step_s,
+            min(bound_s, run.step_s), run.bubble, solve_s, tuple(self._tried),
+        )  # fmt: skip
+
+
+def _promised_s(proposal: Proposal) -> float:
+    return proposal.plan.step_s if proposal.plan else float("inf")
+
+
+def _targets(graph: StageGraph) -> list[str]:
+    return [str(node.target) for node in graph.joint.nodes]

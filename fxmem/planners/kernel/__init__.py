@@ -1,0 +1,1 @@
+"""The compiled planner kernel: C sources and their typed Python faces."""

@@ -1,0 +1,1 @@
+"""Keep, recompute or offload, chosen together."""

@@ -1,0 +1,1 @@
+"""Stages of a planned model on torch.distributed.pipelining; nothing is decided here."""

@@ -1,0 +1,82 @@
+"""From a captured graph to its plan: program, costs, machine, planner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rich.console import Console
+
+from fxmem import compat
+from fxmem.analysis import cost
+from fxmem.analysis.doctor import machine
+from fxmem.budget import Budget
+from fxmem.capture import JointGraph
+from fxmem.ir.from_fx import program_from_joint
+from fxmem.ir.program import Program
+from fxmem.options import Settings
+from fxmem.passes.offload import why_not_offloadable
+from fxmem.planners import Options
+from fxmem.planners.plan import STAYS, Plan, make_plan
+from fxmem.schedule import Machine
+
+
+def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> Program:
+    """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`.
+
+    Without `may_run` nothing is measured: costs are those measured before, or estimates.
+    """
+    program = replace(program_from_joint(joint), graph=joint.fingerprint)
+    limit_s = cost.PROFILE_LIMIT_S if may_run else 0.0
+    return cost.annotate(program, joint.graph_module, settings.device_spec, limit_s=limit_s)
+
+
+def plan_graph(
+    joint: JointGraph,
+    settings: Settings,
+    budget: Budget,
+    resident_bytes: Callable[[Program], int],
+    sizes: Mapping[str, int] | None = None,
+    may_run: bool = True,
+) -> Plan:
+    """Plan one captured graph. Raises BudgetInfeasible, PlanMismatch.
+
+    `resident_bytes(program)`: bytes beside it. `sizes`: values of the size symbols to plan for (default: those seen).
+    `may_run`: single ops may be measured.
+    """
+    program = annotated_program(joint, settings, may_run).at(sizes or {})
+    if settings.plan is not None:
+        return settings.plan.for_graph(joint, program)
+    program = replace(program, extra_resident_bytes=resident_bytes(program))
+    options = planner_options(program, settings)
+    stays = why_not_offloadable(joint, program, min_bytes=1) if options.tiers else {}
+    options = replace(options, pinned=frozenset(stays))
+    plan = make_plan(program, budget, settings.planner, options)
+    return replace(plan, joint=joint, notes={**plan.notes, **({STAYS: _by_json_key(stays)} if stays else {})})
+
+
+def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:
+    """JSON has no numbers for keys."""
+    return {str(storage): reason for storage, reason in stays.items()}
+
+
+def planner_options(program: Program, settings: Settings) -> Options:
+    """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress."""
+    with compat.no_modes():  # bandwidths are measured on real memory, also while Dynamo's fake tensors are in force
+        links = machine(settings.tiers, settings.offload_dir, settings.device_spec) if settings.tiers else Machine()
+    return Options(solve_s=settings.solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+
+
+def _progress(name: str) -> Callable[[float, str], None]:
+    """Says on a terminal's stderr what the planner does, once it has taken more than a second."""
+    console = Console(stderr=True)
+    last_s = 0.0
+
+    def show(spent_s: float, message: str) -> None:
+        nonlocal last_s
+        if console.is_terminal and spent_s > 1 and time.monotonic() - last_s > 0.5:
+            last_s = time.monotonic()
+            console.print(f"fxmem: planning {name}: {spent_s:.0f} s, {message}")
+
+    return show
