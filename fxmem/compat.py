@@ -18,7 +18,7 @@ from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, RestartAnalysis, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
     TangentAOTInput,
@@ -48,6 +49,7 @@ __all__ = [
     "BackendCompilerFailed",
     "BoxedCodeGen",
     "BufferAOTInput",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -55,6 +57,7 @@ __all__ = [
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
+    "PlainAOTOutput",
     "RestartAnalysis",
     "TangentAOTInput",
     "TorchDynamoException",
@@ -216,13 +219,21 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
     return run
 
 
+RECOMPILE_LIMIT = 32
+"""Versions of one frame that may be compiled before it is an error."""
+
 _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
 def _settings_for_one_graph() -> dict[str, Any]:
     """Dynamo's settings under which calls of loggers and warnings are left out instead of breaking the graph."""
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    return {name: getattr(dynamo_config, name) | _logging_functions()}
+    return {name: getattr(dynamo_config, name) | _logging_functions()} | {
+        "allow_unspec_int_on_nn_module": True,  # a counter that a model keeps is no reason to compile again
+        "fail_on_recompile_limit_hit": True,  # otherwise the frame runs without a plan from then on
+        "recompile_limit": max(dynamo_config.recompile_limit, RECOMPILE_LIMIT),
+        "accumulated_recompile_limit": max(dynamo_config.accumulated_recompile_limit, 8 * RECOMPILE_LIMIT),
+    }
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
@@ -396,6 +407,21 @@ def stop_memory_log() -> list[tuple[str, int, int]]:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward pass that is running on this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Will the backward pass that is running on this thread leave saved tensors for another one?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def graph_break(module: fx.GraphModule) -> str | None:
+    """Why and where Dynamo ended this graph, if it was not the end of the call."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    where = f" at {stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ""
+    return f"{str(reason.reason).splitlines()[0]}{where}"
 
 
 def symbol_name(value: Any) -> str | None:

@@ -28,7 +28,7 @@ class OptionDict(TypedDict, total=False):
     inner: Inner
     optimizer: torch.optim.Optimizer | None
     loss_fn: Callable[..., Any] | None
-    dynamic: bool
+    dynamic: bool | None
     device_spec: str | Path | None
     solve_s: float | None
     plan: Plan | None
@@ -41,7 +41,7 @@ class Settings:
     `budget`: see `fxmem.budget.Budget`. `planner`: a registered name. `tiers`: where saved tensors may be offloaded to.
     `offload_dir`: directory of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
     against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
-    `dynamic`: sizes of inputs are symbols. `device_spec`: plan for that machine (a preset or JSON file), not this one.
+    `dynamic`: sizes of inputs are symbols (None: those that were seen to change). `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
     """
 
@@ -52,7 +52,7 @@ class Settings:
     inner: Inner = "eager"
     optimizer: torch.optim.Optimizer | None = None
     loss_fn: Callable[..., Any] | None = None
-    dynamic: bool = False
+    dynamic: bool | None = None
     device_spec: str | Path | None = None
     solve_s: float | None = None
     plan: Plan | None = None

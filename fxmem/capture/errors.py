@@ -55,7 +55,19 @@ def unwrapped_errors() -> Iterator[None]:
     """Let fxmem's own errors, raised inside a Dynamo backend, reach the user without Dynamo's wrapping."""
     try:
         yield
+    except compat.FailOnRecompileLimitHit as error:
+        raise CaptureError(
+            f"the model was compiled {compat.RECOMPILE_LIMIT} times for other inputs or attributes, and would run without "
+            f"a plan from now on; keep what changes in tensors, or compile with dynamic=True. {_summary(error)}",
+            compat.innermost_user_frame(error),
+        ) from error
     except compat.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, FxmemError):
             raise error.inner_exception from None
         raise
+
+
+def _summary(error: Exception) -> str:
+    """What Dynamo says of the last recompilation, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:3])

@@ -74,6 +74,7 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
+    `released`: forward outputs that nobody holds any more when backward starts.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Program:
     hints: Mapping[str, int] = field(default_factory=dict)
     extra_resident_bytes: int = 0
     graph: str = ""
+    released: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         verify_program(self)
@@ -132,7 +134,8 @@ class Program:
     def kept(self) -> frozenset[int]:
         """Storages that stay to the end once they are there: what is returned, and tangents (autograd holds them)."""
         tangents = (op.index for op in self.ops if op.is_input and op.region == "backward")
-        returned = (*self.forward_outputs, *self.backward_outputs, *tangents)
+        held = (index for index in self.forward_outputs if index not in self.released)
+        returned = (*held, *self.backward_outputs, *tangents)
         return frozenset(s for index in returned for s in self.ops[index].storages)
 
     @property
@@ -201,6 +204,7 @@ class Program:
             "hints": dict(self.hints),
             "extra_resident_bytes": self.extra_resident_bytes,
             "graph": self.graph,
+            "released": list(self.released),
         }
 
     @classmethod
@@ -220,6 +224,7 @@ class Program:
             hints=dict(data.get("hints", {})),
             extra_resident_bytes=data.get("extra_resident_bytes", 0),
             graph=data.get("graph", ""),
+            released=tuple(data.get("released", ())),
         )
 
     @classmethod

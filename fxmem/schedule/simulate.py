@@ -173,6 +173,8 @@ class _Walk:
                 if self.backward:
                     self.fail(step, action, "backward started twice")
                 self.backward = True
+                for index in self.program.released:  # alive until forward has returned it
+                    self.last.update((s, step) for s in self.program.ops[index].storages if s in self.born)
             case Offload(storage):
                 if storage in self.resident or storage in self.copied:
                     self.fail(step, action, "it is resident or already offloaded")
@@ -231,7 +233,8 @@ class _Walk:
         return self.program.ops[self.program.producer[storage]].name
 
     def finish(self) -> list[tuple[int, int, int]]:
-        for index in (*self.program.forward_outputs, *self.program.backward_outputs):
+        kept = (i for i in self.program.forward_outputs if i not in self.program.released)
+        for index in (*kept, *self.program.backward_outputs):
             for storage in self.program.ops[index].storages:
                 if storage not in self.born and storage not in self.resident:
                     raise VerifyError(
