@@ -41,7 +41,8 @@ class Settings:
     `budget`: see `fxmem.budget.Budget`. `planner`: a registered name. `tiers`: where saved tensors may be offloaded to.
     `offload_dir`: directory of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
     against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
-    `dynamic`: sizes of inputs are symbols (None: those that were seen to change). `device_spec`: plan for that machine (a preset or JSON file), not this one.
+    `dynamic`: sizes of inputs are symbols (None: those that were seen to change).
+    `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
     """
 

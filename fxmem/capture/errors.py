@@ -57,8 +57,8 @@ def unwrapped_errors() -> Iterator[None]:
         yield
     except compat.FailOnRecompileLimitHit as error:
         raise CaptureError(
-            f"the model was compiled {compat.RECOMPILE_LIMIT} times for other inputs or attributes, and would run without "
-            f"a plan from now on; keep what changes in tensors, or compile with dynamic=True. {_summary(error)}",
+            f"the model was compiled {compat.RECOMPILE_LIMIT} times for other inputs or attributes, and would run "
+            f"without a plan from now on; keep what changes in tensors, or set dynamic=True. {_summary(error)}",
             compat.innermost_user_frame(error),
         ) from error
     except compat.BackendCompilerFailed as error:

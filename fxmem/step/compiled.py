@@ -170,8 +170,9 @@ class Step:
         values = graph.values(args)
         key: Key = (graph.number, *sorted(values.items()))
         known = self._expected(episode, key)
-        if self._is_held and not episode.calls and not episode.is_traced and (known is None or self._arguments is None):
-            if known is None or not known.is_verified or self._sampling.is_due:
+        if self._is_held and not episode.calls and not episode.is_traced:
+            is_unsure = known is None or not known.is_verified
+            if is_unsure or (self._arguments is None and self._sampling.is_due):
                 self._trace(episode, args)
         arguments = storages_of(args, self._device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
@@ -224,7 +225,7 @@ class Step:
         plans = [plan for call in episode.calls if (plan := call.variant.plan) is not None] if episode else []
         if episode is None or not plans:
             return
-        known = self._known.get(episode.prefix)
+        known = self._known.get(episode.prefix) if self._is_held else None
         levels = episode.levels
         if levels is not None and self._is_held:
             known = self._learn(episode, levels)
@@ -233,14 +234,16 @@ class Step:
             self._recent.append(known)
 
     def _learn(self, episode: Episode, levels: Mapping[Segment, Level]) -> Known:
-        before = self._known.get(episode.prefix)
+        before = self._like(episode.prefix)
         gradients = self._gradient_bytes - episode.gradient_bytes
         known = learn(episode, levels, gradients + self._missing_optimizer_bytes())
-        if before is not None and before.prefix == known.prefix:
+        if before is not None:
             known.num_retries, known.margin_bytes = before.num_retries, before.margin_bytes
             known.is_improved, known.is_least = before.is_improved, before.is_least
             if before in self._recent:
                 self._recent.remove(before)
+            if before.prefix != known.prefix and before.unplanned_bytes > known.unplanned_bytes:
+                before.plan, known = known.plan, before  # of larger sizes: the kind to be ready for
         self._remember(known)
         self._measured_peak_bytes = episode.peak_bytes
         if isinstance(resolve_budget(self.settings.budget), float) and self._budget_bytes is None:
@@ -261,7 +264,13 @@ class Step:
 
     def _remember(self, known: Known) -> None:
         """Of kinds that begin alike, the most demanding is the one to expect."""
-        self._known = {p: k for p, k in self._known.items() if k.is_alive and k.prefix != known.prefix}
+        numbers = [key[0] for key in known.prefix]
+        several = len(numbers) > 1
+
+        def is_replaced(other: Known) -> bool:
+            return other.prefix == known.prefix or (several and [key[0] for key in other.prefix] == numbers)
+
+        self._known = {p: k for p, k in self._known.items() if k.is_alive and not is_replaced(k)}
         for length in range(1, len(known.prefix) + 1):
             other = self._known.get(known.prefix[:length])
             if other is None or length == len(known.prefix) or other.unplanned_bytes < known.unplanned_bytes:
@@ -296,7 +305,8 @@ class Step:
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
         has_room = expected_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
-        if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not known.is_improved:
+        is_tried = known.is_improved or known.is_least
+        if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
             known.needs_plan = known.is_improved = True
 
     def _limit_of(self, known: Known) -> int | None:
@@ -309,11 +319,11 @@ class Step:
     def _too_much(self, known: Known, over_bytes: int, limit: int, peak_bytes: int) -> None:
         if known.num_retries == NUM_RETRIES or self.settings.plan is not None:
             at_peak = [(row.name, row.nbytes) for row in standing_at_peak(known.plan)[:8]]
-            known.failure = BudgetInfeasible(limit, peak_bytes, at_peak, where=", measured")
+            known.failure = BudgetInfeasible(limit, peak_bytes, at_peak, where=f", measured{known.unplanned_code}")
             _LOGGER.error("%s", known.failure)
             return
         # What was measured beside the graphs is in the next plan. Where that does not mend it, the compiled code
-        # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more each time.
+        # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
         known.num_retries += 1
@@ -325,8 +335,8 @@ class Step:
 
     def _expected(self, episode: Episode, key: Key) -> Known | None:
         """The known kind of step that begins as this one does, planned if need be. Raises BudgetInfeasible."""
-        known = self._known.get((*episode.prefix, key)) if self._is_held else None
-        if known is None or not known.is_alive:
+        known = self._find((*episode.prefix, key)) if self._is_held else None
+        if known is None:
             return None
         if not episode.calls:
             if known.failure is not None:
@@ -337,14 +347,28 @@ class Step:
                     self._plan(known)
         return known
 
+    def _find(self, prefix: tuple[Key, ...]) -> Known | None:
+        """The kind that begins so; for calls of several graphs also one of other sizes, the most demanding."""
+        known = self._known.get(prefix)
+        if known is not None:
+            return known if known.is_alive else None
+        numbers = [key[0] for key in prefix]
+        alike = (k for k in self._known.values() if len(k.prefix) > 1 and k.is_alive)
+        alike = (k for k in alike if [key[0] for key in k.prefix[: len(prefix)]] == numbers)
+        return max(alike, key=lambda k: k.unplanned_bytes, default=None)
+
+    def _like(self, prefix: tuple[Key, ...]) -> Known | None:
+        """The kind that a step of these calls belongs to; of several graphs, other sizes are the same kind."""
+        known = self._find(prefix)
+        return known if known is not None and len(known.prefix) == len(prefix) else None
+
     def _plan(self, known: Known) -> None:
         """Plan all calls of a kind of step together. Raises BudgetInfeasible."""
         graphs = [graph for ref in known.graphs if (graph := ref()) is not None]
         joined = None if known.is_plain else known.joined()
         try:
             if joined is None:
-                assert graphs[0].joint is not None
-                known.plan = plan_program(known.program(0), graphs[0].joint, self.settings, self._limit_or_asked)
+                known.plan = plan_program(known.program(0), graphs[0].captured[0], self.settings, self._limit_or_asked)
             else:
                 known.plan = plan_joined(joined, self.settings, self._limit_or_asked)
         except BudgetInfeasible as error:
@@ -358,8 +382,9 @@ class Step:
         """What stood beside the graphs was measured under another plan: the least one may leave less there (what a
         backward retains, say), so it is tried once. Raises `error` the second time."""
         if known.is_least or not error.actions or known.is_plain:
-            known.failure = error
-            raise error
+            where = f" for a step of {len(known.parts)} graph calls{known.unplanned_code}"
+            known.failure = BudgetInfeasible(error.budget_bytes, error.min_bytes, error.at_peak, where, error.actions)
+            raise known.failure from error
         known.is_least = True
         program = known.program(0) if joined is None else joined.program
         plan = judge(program, error.actions, known.plan.planner, None, known.plan.machine)
@@ -372,9 +397,8 @@ class Step:
 
     def _suitable(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
         """For a call in a step of no known kind: the fastest variant that fits beside what stands, or a new one."""
-        assert graph.program is not None
         limit = self._limit_or_asked
-        program = graph.program.at(values)
+        program = graph.captured[1].at(values)
         if self.settings.plan is None and limit is not None:
             beside = self._beside_bytes(graph, program, arguments) + self._guess_bytes(graph, program)
             program = replace(program, extra_resident_bytes=beside)
@@ -393,14 +417,14 @@ class Step:
             return plan.budget_bytes is None or plan.extra_s == 0
         if limit == "min":
             return plan.notes.get(_SMALLEST, False) and plan.program.hints == program.hints
-        if isinstance(limit, float):
-            limit = int(limit * unplanned_bytes(program))
-        return simulate(program, plan.actions, plan.machine).peak_bytes <= limit
+        asked = resolve_budget(limit)
+        assert isinstance(asked, (int, float))
+        limit_bytes = int(asked * unplanned_bytes(program)) if isinstance(asked, float) else asked
+        return simulate(program, plan.actions, plan.machine).peak_bytes <= limit_bytes
 
     def _first_plan(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Plan:
         """A plan for a graph in a step of no known kind: for what stands now, and a guess at what may follow."""
-        joint, program = graph.joint, graph.program
-        assert joint is not None and program is not None
+        joint, program = graph.captured
         program = program.at(values)
         if self.settings.plan is not None:
             return self.settings.plan.for_graph(joint, program)

@@ -38,8 +38,8 @@ class Output:
 
 @dataclass
 class Call:
-    """One forward in flight. `origins`: where each argument's storage comes from, if it was recorded: (number of a call,
-    position among its outputs), a key of what stood before the episode, or None for what was made in between.
+    """One forward in flight. `origins`: where each argument's storage comes from, if it was recorded: another call's
+    `Output`, a key of what stood before the episode, or None for what was made in between.
     """
 
     number: int

@@ -64,6 +64,13 @@ class Graph:
         self.variants: list[Variant] = []
 
     @property
+    def captured(self) -> tuple[JointGraph, Program]:
+        """The joint graph and its program, of a graph that has a backward."""
+        assert self.joint is not None
+        assert self.program is not None
+        return self.joint, self.program
+
+    @property
     def has_backward(self) -> bool:
         return self.program is not None
 
@@ -122,8 +129,8 @@ class Graph:
     @cached_property
     def inputs(self) -> list[tuple[int, int]]:
         """(op, position among a call's arguments) of every forward input."""
-        assert self.joint is not None
-        nodes = self.joint.nodes[: self.joint.num_forward_nodes]
+        joint, _ = self.captured
+        nodes = joint.nodes[: joint.num_forward_nodes]
         placed = [(i, node.meta.get("desc")) for i, node in enumerate(nodes) if node.op == "placeholder"]
         return [
             (op, desc.idx if isinstance(desc, compat.PlainAOTInput) else position)
@@ -133,8 +140,7 @@ class Graph:
     @cached_property
     def outputs(self) -> dict[int, int]:
         """Position among what a call returns -> op, of the outputs that the graph makes."""
-        joint = self.joint
-        assert joint is not None
+        joint, _ = self.captured
         index = {node: i for i, node in enumerate(joint.nodes)}
         descs = joint.graph_module.graph.output_node().meta.get("desc") or ()
         pairs = zip(joint.outputs[: joint.num_forward_outputs], descs, strict=False)
@@ -143,8 +149,7 @@ class Graph:
     @cached_property
     def gradients(self) -> dict[int, int]:
         """Op that backward returns -> storage of the input that it is the gradient of."""
-        joint, program = self.joint, self.program
-        assert joint is not None and program is not None
+        joint, program = self.captured
         index = {node: i for i, node in enumerate(joint.nodes)}
         pairs = zip(self.inputs, joint.outputs[joint.num_forward_outputs :], strict=False)
         return {

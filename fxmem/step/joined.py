@@ -105,7 +105,9 @@ def _moved(
 ) -> Action:
     if isinstance(action, (Compute, Recompute)):
         return type(action)(op_at[call, action.op])
-    return replace(action, storage=storage_at[call, action.storage])  # type: ignore[type-var,call-arg]
+    if isinstance(action, StartBackward):
+        return action
+    return replace(action, storage=storage_at[call, action.storage])
 
 
 def join(parts: Sequence[Part], backward_order: Sequence[int], beside: Beside | None = None) -> Joined:

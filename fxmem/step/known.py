@@ -12,7 +12,7 @@ from fxmem.planners.problem import reduce_program
 from fxmem.schedule import Action, Compute, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.graph import Graph, Variant
-from fxmem.step.joined import Beside, Joined, Part, Segment, join, with_numbers
+from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
 
 
 @dataclass(eq=False)
@@ -57,9 +57,9 @@ class Known:
     def program(self, position: int) -> Program:
         """The program of one call with what stands throughout; its sizes stay symbols."""
         graph = self.graphs[position]()
-        assert graph is not None and graph.program is not None
+        assert graph is not None
         beside = self.beside.throughout + self.margin_bytes
-        return replace(graph.program.at(self.values[position]), extra_resident_bytes=beside)
+        return replace(graph.captured[1].at(self.values[position]), extra_resident_bytes=beside)
 
     def plan_of(self, position: int, actions: tuple[Action, ...]) -> Plan:
         """The plan of one call, out of the plan of the step: its peak is the step's."""
@@ -78,6 +78,13 @@ class Known:
         more = self.plan.peak_bytes - simulate(own, self.plan_actions).peak_bytes
         sizes = [sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own, program)]
         return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
+
+    @property
+    def unplanned_code(self) -> str:
+        """Where code runs between the graphs that no plan reaches, for an error's text."""
+        reasons = dict.fromkeys(graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
+        named = [reason for reason in reasons if reason is not None]
+        return f" (not planned: what runs between its graphs, after {'; '.join(named[:3])})" if named else ""
 
     @property
     def plan_actions(self) -> tuple[Action, ...]:
@@ -149,25 +156,19 @@ def _actions(call: Call) -> tuple[Action, ...]:
 
 
 def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Part:
-    assert call.graph.program is not None
-    program = with_numbers(call.graph.program, call.values)
-    origins = {}
-    for op, position in call.graph.inputs:
-        for storage in program.ops[op].storages:
-            origin = call.origin(position, renumbered, calls)
-            if origin is not None:
-                origins.setdefault(storage, origin)
+    joint, captured = call.graph.captured
+    program = with_numbers(captured, call.values)
+    origins: dict[int, Made | Key] = {}
+    for index, position in call.graph.inputs:
+        origin = call.origin(position, renumbered, calls)
+        if origin is not None:
+            origins.update((s, origin) for s in program.ops[index].storages if s not in origins)
     for op in program.ops:  # constants of the graph stand with it
-        if op.is_input and op.region == "forward":
-            origins.update((s, ("own", call.graph.number, s)) for s in op.storages if _is_constant(call.graph, op.index))
+        if op.is_input and op.region == "forward" and joint.nodes[op.index].op == "get_attr":
+            origins.update((s, ("own", call.graph.number, s)) for s in op.storages)
     outputs = call.graph.outputs
     dropped = frozenset(outputs[i] for i in call.dropped if i in outputs)
     return Part(program, origins, call.graph.gradients, dropped)
-
-
-def _is_constant(graph: Graph, index: int) -> bool:
-    assert graph.joint is not None
-    return graph.joint.nodes[index].op == "get_attr"
 
 
 def _beside(
@@ -184,7 +185,7 @@ def _beside(
         at_start[segment] = int(run.bytes_at[first])
         peak = int(run.bytes_at[first : last + 1].max())
         more[segment] = max(level.start - at_start[segment], level.peak - peak, level.end - int(run.bytes_at[last]))
-    throughout = max(0, min(more.values(), default=0))
+    throughout = min(more.values(), default=0)  # below 0: outputs' gradients that never came, say
     floor = max((level.end for level in levels.values()), default=0)  # with all gradients: no plan needs less
     during = {segment: n - throughout for segment, n in more.items() if n > throughout}
     before = {
