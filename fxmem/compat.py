@@ -18,7 +18,12 @@ from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    TorchDynamoException,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -66,6 +71,7 @@ __all__ = [
     "current_fake_mode",
     "default_partition",
     "error_on_graph_break",
+    "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
     "hint",
     "innermost_user_frame",
