@@ -145,7 +145,7 @@ def _all_graphs(
     try:
         compiled(*args, **kwargs)
     except compat.exceptions_allowed_to_be_fallback as error:  # what lies between the graphs needs a value
-        raise reason from error
+        raise graph_break(error) from error
     except Exception as error:
         raise as_capture_error(error) from error
     if not found:

@@ -17,7 +17,8 @@ _TORCH = re.compile(r"[/\\]torch[/\\]")
 _PACKAGE = str(Path(__file__).parents[1])
 _FORWARD_TRACE = "Traceback of forward call that caused the error"
 _NOISE = re.compile(
-    r"\n\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE|For even more developer context|Developer debug context:|Hint:).*",
+    r"\n\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE|For even more developer context|Developer debug context:"
+    r"|Hint:).*",
     re.DOTALL,
 )
 _REMEDY = (
@@ -45,10 +46,10 @@ def as_capture_error(error: Exception, forward_trace: str | None = None) -> Fxme
 
 
 def graph_break(error: Exception) -> CaptureError:
-    """What Dynamo gave as its reason not to make one graph of a callable, with the line and a remedy."""
+    """Why torch can't make one graph of a callable, with the line and a remedy."""
     found = as_capture_error(error)
     source = found.source if isinstance(found, CaptureError) else None
-    reason = _NOISE.sub("", str(error)).strip()
+    reason = _NOISE.sub("", f"{type(error).__name__}: {error}").strip()
     return CaptureError(f"torch breaks the graph here: {reason}\n  {_REMEDY}", source)
 
 

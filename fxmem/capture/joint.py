@@ -97,6 +97,7 @@ def from_aot(
     of each graph input.
     """
     _complete_values(joint)
+    _order_by_execution(joint.graph, num_forward_outputs)
     merge_duplicates(joint.graph)
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs = [n for n in placeholders if not is_tangent(n)]
