@@ -18,7 +18,12 @@ from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    RestartAnalysis,
+    TorchDynamoException,
+)
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -36,7 +41,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition as _default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -53,6 +58,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
     "InputMutationAOTOutput",
     "OpOverload",
     "ParamAOTInput",
@@ -68,6 +74,7 @@ __all__ = [
     "current_fake_mode",
     "default_partition",
     "error_on_graph_break",
+    "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
     "hint",
     "innermost_user_frame",
@@ -87,7 +94,9 @@ __all__ = [
     "stop_memory_log",
     "storage_key",
     "storage_nbytes",
+    "strided_parts",
     "symbol_hints",
+    "trainable_lstms",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -161,6 +170,24 @@ def no_aot_cache() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def trainable_lstms() -> Iterator[None]:
+    """LSTMs on the CPU are traced as what can be trained.
+
+    torch takes oneDNN's layer for inference if the layer's input needs no gradient, even if the weights do: what it
+    saves for backward is None, which AOTAutograd refuses.
+    """
+    from torch._decomp import decompositions
+
+    def select(input: Any, hx: Any, params: Any) -> Any:
+        is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in tree_leaves((input, hx, params)))
+        return decompositions.one_layer_lstm if is_trained else torchs_own(input, hx, params)
+
+    torchs_own: Any = decompositions.select_one_layer_lstm_function
+    with unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", select):
+        yield
+
+
+@contextlib.contextmanager
 def no_idle_checks(module: fx.GraphModule) -> Iterator[None]:
     """Compile `module` without AOTAutograd's check of custom ops where it calls none.
 
@@ -226,9 +253,9 @@ _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fata
 
 
 def _settings_for_one_graph() -> dict[str, Any]:
-    """Dynamo's settings under which calls of loggers and warnings are left out instead of breaking the graph."""
+    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out)."""
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    return {name: getattr(dynamo_config, name) | _logging_functions()} | {
+    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | {
         "allow_unspec_int_on_nn_module": True,  # a counter that a model keeps is no reason to compile again
         "fail_on_recompile_limit_hit": True,  # otherwise the frame runs without a plan from then on
         "recompile_limit": max(dynamo_config.recompile_limit, RECOMPILE_LIMIT),
@@ -286,14 +313,25 @@ def placeholder_source(node: fx.Node) -> str:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage that `tensor` is a view of; valid while that storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of the storage that `tensor` is a view of (if sparse: its values); valid while that storage lives."""
+    return int(strided_parts(tensor)[-1].untyped_storage()._cdata)
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
-    """Bytes of the storage that `tensor` is a view of."""
-    nbytes: int | torch.SymInt = tensor.untyped_storage().nbytes()
+    """Bytes of the storage that `tensor` is a view of; all bytes of a sparse tensor."""
+    nbytes: int | torch.SymInt = sum(part.untyped_storage().nbytes() for part in strided_parts(tensor))
     return nbytes
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold the bytes of `tensor`: itself, or the indices and values of a sparse one (values last)."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def symbol_hints(tensor: torch.Tensor) -> dict[str, int]:
@@ -359,7 +397,7 @@ def compile_with_inductor(
         "custom_partitioner_fn": _InductorPartitioner(partition, key),
         "reorder_for_peak_memory": False,  # the plan's order is the order: transfers would be moved past each other
     }
-    with no_aot_cache(), no_idle_checks(module):
+    with no_aot_cache(), no_idle_checks(module), trainable_lstms():
         compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
     run: Callable[..., Any] = compiled
     return run

@@ -65,7 +65,7 @@ class _Storages:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from compat.strided_parts(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)

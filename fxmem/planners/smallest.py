@@ -20,6 +20,8 @@ def solve(planner: str, problem: Problem, budget_bytes: int, options: Options) -
 
     Raises OptionError (unknown planner) and BudgetInfeasible.
     """
+    if problem.num_kernels == 0:
+        return _only(problem, budget_bytes)
     try:
         return get_planner(planner)(problem, budget_bytes, options)
     except BudgetInfeasible as error:
@@ -32,6 +34,15 @@ def solve(planner: str, problem: Problem, budget_bytes: int, options: Options) -
             while len(_found) > _NUM_KEPT:
                 _found.popitem(last=False)
         raise
+
+
+def _only(problem: Problem, budget_bytes: int) -> Solution:
+    """The one schedule of a program that computes nothing. Raises BudgetInfeasible."""
+    actions = problem.actions((), 0)
+    peak_bytes = simulate(problem.program, actions).peak_bytes
+    if peak_bytes > budget_bytes:
+        raise BudgetInfeasible(budget_bytes, peak_bytes)
+    return Solution(actions, notes={"why": "nothing to compute"})
 
 
 def is_valid(actions: tuple[Action, ...], problem: Problem, options: Options) -> bool:

@@ -123,3 +123,16 @@ def test_uncapturable_model_names_its_line():
 
     with pytest.raises(fxmem.CaptureError, match="test_plan"):
         fxmem.plan(Prints(), (torch.randn(4),))
+
+
+@pytest.mark.parametrize("planner", ["auto", "exact", "rotor", "full"])
+def test_a_program_that_computes_nothing(planner):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+
+    def view(x):
+        return weight.t()
+
+    for budget in (None, "min", weight.nbytes):
+        assert fxmem.plan(view, (torch.ones(2),), budget, planner=planner).peak_bytes == weight.nbytes
+    with pytest.raises(fxmem.BudgetInfeasible, match=f"({weight.nbytes} bytes)"):
+        fxmem.plan(view, (torch.ones(2),), weight.nbytes - 1, planner=planner)
