@@ -23,6 +23,7 @@ from torch._dynamo.exc import (
     FailOnRecompileLimitHit,
     RestartAnalysis,
     TorchDynamoException,
+    exceptions_allowed_to_be_fallback,
 )
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
