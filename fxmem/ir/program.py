@@ -40,6 +40,7 @@ class Op:
     `args`: indices of the ops whose outputs it takes. `storages`: ids of the storages its outputs live in (none for
     scalars). `mutates`: ids of storages it writes in place. `workspace_bytes`: allocated and released within the op,
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
+    A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
     """
 
@@ -114,6 +115,18 @@ class Program:
     @cached_property
     def _reads(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(dict.fromkeys(s for arg in op.args for s in self.ops[arg].storages)) for op in self.ops)
+
+    def state_op(self, op: Op) -> Op | None:
+        """The op that reads the generator's state before the recomputable random `op` draws; None for other ops.
+
+        Only a second run of `op` reads that state, to draw the same again; without one it need not be read at all.
+        """
+        return self.ops[op.args[-1]] if op.is_random and op.recomputable else None
+
+    @cached_property
+    def states(self) -> frozenset[int]:
+        """Indices of the ops that read a generator's state for a random op."""
+        return frozenset(state.index for op in self.ops if (state := self.state_op(op)) is not None)
 
     def is_folded(self, op: Op) -> bool:
         """Views, getitems and scalar ops: no bytes of their own, re-derived from their base wherever needed."""
@@ -294,6 +307,12 @@ def _show(nbytes: Size) -> str:
     return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
 
 
+def _has_state(program: Program, op: Op) -> bool:
+    """Is the last argument of `op` drawn in turn (so before `op`, once), from nothing, into a storage of its own?"""
+    state = program.ops[op.args[-1]] if op.args else None
+    return state is not None and state.is_random and not state.recomputable and not state.args and bool(state.storages)
+
+
 def verify_program(program: Program) -> None:
     """Raise VerifyError unless indices, order, regions, storages and outputs are consistent."""
 
@@ -308,8 +327,11 @@ def verify_program(program: Program) -> None:
         check(all(0 <= a < position for a in op.args), f"op {op.name} uses a later op")
         check(all(0 <= s < num_storages for s in (*op.storages, *op.mutates)), f"op {op.name} names an unknown storage")
         check(
-            not (op.recomputable and (op.is_random or op.mutates or op.is_collective)),
-            f"op {op.name} has effects but is recomputable",
+            not (op.recomputable and (op.mutates or op.is_collective)), f"op {op.name} has effects but is recomputable"
+        )
+        check(
+            not (op.recomputable and op.is_random) or _has_state(program, op),
+            f"op {op.name} is random and recomputable, but its last argument is no state to draw from",
         )
         on_backward = [program.ops[a].name for a in op.args if program.ops[a].region == "backward"]
         check(op.region == "backward" or not on_backward, f"forward op {op.name} depends on backward's {on_backward}")
