@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from fxmem import compat
 from fxmem.capture.draws import RNG_STATE, state_name
 from fxmem.capture.effects import is_collective, is_pure, is_random
+from fxmem.capture.hints import checkpoint_of, is_kept
 from fxmem.capture.joint import JointGraph, target_name
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
@@ -30,7 +32,9 @@ def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
     last_write = _last_writes(joint, nodes, ids)
     labels = _labels(joint)
     states = {node.name: node for node in nodes if node.target is RNG_STATE}
-    ops = tuple(_op(joint, node, index, ids, last_write, states, labels.get(node.name, "")) for node in nodes)
+    kept = {s for node in nodes[: joint.num_forward_nodes] if is_kept(node) for s in ids[node]}
+    ops = tuple(_op(joint, node, index, ids, last_write, states, kept, labels.get(node.name, "")) for node in nodes)
+    ops = _with_hints(ops, nodes[: joint.num_forward_nodes])
     outputs = joint.outputs
     forward, backward = outputs[: joint.num_forward_outputs], outputs[joint.num_forward_outputs :]
     return Program(
@@ -80,6 +84,7 @@ def _op(
     ids: Mapping[fx.Node, tuple[int, ...]],
     last_write: Mapping[int, int],
     states: Mapping[str, fx.Node],
+    kept: Set[int],
     label: str,
 ) -> Op:
     position = index[node]
@@ -90,6 +95,7 @@ def _op(
     mutates = tuple(dict.fromkeys(s for argument in written_args(node) for s in ids[argument]))
     random, collective = is_random(node), is_collective(node)
     state = states.get(state_name(node) or "") if random else None
+    once = collective or mutates or not kept.isdisjoint(ids[node]) or not is_pure(node)
     overwritten = any(last_write.get(s, -1) > position for n in node.all_input_nodes for s in ids[n])
     return Op(
         index=position,
@@ -102,9 +108,20 @@ def _op(
         mutates=mutates,
         is_random=random,
         is_collective=collective,
-        recomputable=not (collective or mutates or overwritten or (random and state is None)) and is_pure(node),
+        recomputable=not (once or overwritten or (random and state is None)),
         source=joint.sources.get(node.name, ""),
         label=label,
+    )
+
+
+def _with_hints(ops: tuple[Op, ...], forward: Sequence[fx.Node]) -> tuple[Op, ...]:
+    """Mark the ops whose results the model's own checkpoints would not save: nothing outside the region reads them."""
+    region = [checkpoint_of(node) for node in forward]
+    left = {a for op in ops[: len(forward)] for a in op.args if region[a] != region[op.index]}
+    leaving = {s for a in left for s in ops[a].storages}
+    return tuple(
+        replace(op, hint="recompute") if position is not None and leaving.isdisjoint(op.storages) else op
+        for op, position in zip(ops, [*region, *(None for _ in ops[len(forward) :])], strict=True)
     )
 
 

@@ -21,6 +21,7 @@ from fxmem.ir import sizes
 from fxmem.units import format_bytes
 
 Region = Literal["forward", "backward"]
+Hint = Literal["", "recompute"]
 Size: TypeAlias = int | sympy.Expr
 
 
@@ -41,6 +42,7 @@ class Op:
     scalars). `mutates`: ids of storages it writes in place. `workspace_bytes`: allocated and released within the op,
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
     A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
+    `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
     """
 
@@ -57,6 +59,7 @@ class Op:
     is_random: bool = False
     is_collective: bool = False
     recomputable: bool = True
+    hint: Hint = ""
     source: str = ""
     label: str = ""
 
@@ -258,6 +261,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "random": op.is_random,
         "collective": op.is_collective,
         "recomputable": op.recomputable,
+        "hint": op.hint,
         "source": op.source,
         "label": op.label,
     }
@@ -281,6 +285,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         is_random=is_random,
         is_collective=data.get("collective", False),
         recomputable=data.get("recomputable", not is_random),
+        hint=data.get("hint", ""),
         source=data.get("source", ""),
         label=data.get("label", ""),
     )
