@@ -2,7 +2,8 @@
 
 Nodes stand in the order: forward inputs, constants, forward ops, in-place updates of inputs, tangents, backward ops,
 output. AOTAutograd leaves tangents before the forward ops and updates after the backward ones; here the order is the
-order of execution, so that the position of a node is the index of its op in a Program.
+order of execution, so that the position of a node is the index of its op in a Program. Right before a random op that
+may be replayed stands the node that reads the state it draws from.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.draws import save_states
 from fxmem.capture.duplicates import merge_duplicates
 from fxmem.capture.errors import user_frame
 from fxmem.capture.overwritten import ancestors, overwritten_inputs, save_overwritten
@@ -90,11 +92,13 @@ def from_aot(
     num_forward_outputs: int,
     static_indices: Iterable[int] = (),
     input_sources: Sequence[str] = (),
+    replays: bool = True,
 ) -> JointGraph:
     """Normal form of AOTAutograd's joint graph, duplicates merged (the caller's graph is rewritten in place).
 
     `static_indices`: positions of parameters and buffers among the forward inputs. `input_sources`: Dynamo's source
-    of each graph input.
+    of each graph input. `replays`: whoever runs the graph runs its nodes in order, so that random ops can be replayed
+    (`fxmem.capture.draws`).
     """
     _complete_values(joint)
     _order_by_execution(joint.graph, num_forward_outputs)
@@ -103,14 +107,16 @@ def from_aot(
     inputs = [n for n in placeholders if not is_tangent(n)]
     forward = _order_by_execution(joint.graph, num_forward_outputs)
     mutated = overwritten_inputs(joint.graph, inputs, forward)
-    num_clones = save_overwritten(joint.graph, mutated, forward) if mutated else 0
+    num_added = save_overwritten(joint.graph, mutated, forward) if mutated else 0
+    if replays and len(inputs) < len(placeholders):
+        num_added += save_states(joint.graph, forward)
     joint.graph.lint()
     joint.recompile()
     static = [inputs[i] for i in static_indices if i < len(inputs)]
     return JointGraph(
         graph_module=joint,
         num_forward_outputs=num_forward_outputs,
-        num_forward_nodes=len(forward) + num_clones,
+        num_forward_nodes=len(forward) + num_added,
         static_inputs=tuple(n.name for n in static),
         names=_qualified_names(static, input_sources),
         mutated_inputs=tuple(n.name for n in mutated),

@@ -56,8 +56,8 @@ def _key(planner: str, problem: Problem, options: Options) -> bytes:
     digest = hashlib.blake2b(repr((planner, problem.num_forward, options.tiers, sorted(options.pinned))).encode())
     digest.update(repr((sorted(machine.links), sorted(machine.capacity_bytes.items()))).encode())
     for array in (
-        problem.kernel_op, problem.workspace_bytes, problem.recomputable, problem.read_ptr, problem.read_idx,
-        problem.write_ptr, problem.write_idx, problem.nbytes, problem.keep_to_end,
+        problem.kernel_op, problem.workspace_bytes, problem.recomputable, problem.must_run, problem.read_ptr,
+        problem.read_idx, problem.write_ptr, problem.write_idx, problem.nbytes, problem.keep_to_end,
     ):  # fmt: skip
         digest.update(array.tobytes())
     return digest.digest()

@@ -108,12 +108,23 @@ def resident_bytes(program: Program) -> int:
 def reads_of(program: Program, action: Action) -> Iterable[int]:
     """Storages whose device bytes must hold their value when `action` runs."""
     match action:
+        case Compute(op) if (state := program.state_op(program.ops[op])) is not None:
+            return tuple(s for s in program.reads(program.ops[op]) if s not in state.storages)
         case Compute(op) | Recompute(op):
             return (*program.reads(program.ops[op]), *program.ops[op].mutates)
         case Offload(storage):
             return (storage,)
         case _:
             return ()
+
+
+def without_unread_states(program: Program, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """`actions` without reading those states of generators that no second run of a random op asks for."""
+    if not program.states:
+        return tuple(actions)
+    read = {storage for action in actions for storage in reads_of(program, action)}
+    unread = {index for index in program.states if read.isdisjoint(program.ops[index].storages)}
+    return tuple(a for a in actions if not (isinstance(a, Compute) and a.op in unread))
 
 
 def writes_of(program: Program, action: Action) -> Iterable[int]:
@@ -151,6 +162,7 @@ class _Walk:
         self.computed: set[int] = set()
         self.done: list[tuple[int, int, int]] = []
         self.backward = False
+        self.last_draw = -1  # the random op that ran last for the first time: they run in captured order
 
     def fail(self, step: int, action: Action, why: str) -> None:
         raise VerifyError(f"schedule of {self.program.name}, step {step}, {action}: {why}")
@@ -206,6 +218,9 @@ class _Walk:
         again = isinstance(action, Recompute)
         if again != (index in self.computed):
             self.fail(step, action, "computed twice" if not again else "recomputed before it was computed")
+        if op.is_random and not again and index < self.last_draw:
+            self.fail(step, action, f"{self.program.ops[self.last_draw].name} has drawn before it")
+        self.last_draw = max(self.last_draw, index if op.is_random else -1)
         if again and not op.recomputable:
             self.fail(step, action, f"{op.name} may not run twice")
         if not self.backward and op.region == "backward":
