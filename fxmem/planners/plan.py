@@ -216,7 +216,10 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
         limit = _smallest_budget(problem, planner, options)
     elif isinstance(limit, float):
         limit = int(limit * simulate(program, baseline_actions(problem)).peak_bytes)
-    solution = solve(planner, problem, limit, options)
+    try:
+        solution = solve(planner, problem, limit, options)
+    except BudgetInfeasible as error:
+        raise error.of(budget, program.shown) from None
     solve_s = time.perf_counter() - started
     plan = judge(program, solution.actions, planner, limit, options.machine)
     lower_bound_s = max(0.0, solution.lower_bound_s - ROUNDING * plan.baseline_s)

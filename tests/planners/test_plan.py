@@ -108,12 +108,44 @@ def test_max_batch_fits_and_one_more_does_not():
         ({"budget": "many"}, "malformed"),
         ({"device_spec": "abacus"}, "h100"),
         ({"plan": "plan.json"}, "fxmem.Plan"),
+        ({"tiers": 3}, "'auto' for all"),
+        ({"tiers": ["host", ["disk"]]}, "host, disk"),
+        ({"planner": ["auto"]}, "planner's name"),
+        ({"inner": []}, "eager, inductor"),
+        ({"solve_s": "5"}, "number of seconds"),
+        ({"solve_s": float("nan")}, "positive"),
+        ({"dynamic": "yes"}, "True or False"),
+        ({"device_spec": 3}, "preset's name"),
+        ({"offload_dir": "/tmp"}, "tiers="),
+        ({"tiers": "disk", "offload_dir": 3}, "folder's path"),
+        ({"tiers": "disk", "offload_dir": "/nowhere/at/all"}, "No such file or directory"),
+        ({"tiers": "disk", "offload_dir": __file__}, "Not a directory"),
+        ({"tiers": "disk", "offload_dir": "a\0b"}, "null byte"),
     ],
 )
 def test_bad_options_name_the_choices(options, message):
     module, args = blocks()
     with pytest.raises(fxmem.OptionError, match=message):
         fxmem.plan(module, args, **options)
+    with pytest.raises(fxmem.OptionError, match=message):
+        fxmem.compile(module, **options)
+
+
+def test_auto_does_without_a_disk_that_cannot_be_used(caplog):
+    module, args = blocks()
+    plan = fxmem.plan(module, args, tiers="auto", offload_dir="/nowhere/at/all")
+    assert list(plan.machine.links) == ["host"]
+    assert "/nowhere/at/all" in caplog.text
+
+
+def test_a_disk_that_fails_later_is_named(monkeypatch, tmp_path):
+    def fails(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxmem.analysis.doctor._measure_disk", fails)
+    module, args = blocks()
+    with pytest.raises(fxmem.OffloadError, match=f"{tmp_path} can't be used"):
+        fxmem.plan(module, args, 0.9, tiers="disk", offload_dir=tmp_path)
 
 
 def test_uncapturable_model_names_its_line():
