@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxmem.api import CompiledFunction, CompiledModule, compile, max_batch, plan
+    from fxmem.api import CompiledFunction, CompiledModule, compile, max_batch, plan, step_of
     from fxmem.errors import (
         BudgetInfeasible,
         CaptureError,
@@ -36,6 +36,7 @@ __all__ = [
     "measure",
     "pipeline",
     "plan",
+    "step_of",
 ]
 _MODULES = ("errors", "planners.plan", "step.measurement", "api", "pipelining.planned")
 
