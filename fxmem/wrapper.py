@@ -21,6 +21,7 @@ from fxmem.budget import Budget
 from fxmem.capture.loss import with_loss
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan
+from fxmem.step.backend import step_of_torch_compile
 from fxmem.step.compiled import Step, compile_step
 
 _OF_STEP = ("plan", "plans", "num_retries", "set_budget")
@@ -244,7 +245,14 @@ def _forward_of(model_class: type, has_loss: bool) -> Callable[..., Any]:
 
 
 def step_of(model: Callable[..., Any]) -> Step:
-    """The step of what `compile` returned: its `plan`, `plans`, `num_retries`, `set_budget`, `measured_peak_bytes`."""
+    """The step behind a model or function: its `plan`, `plans`, `set_budget`, `num_retries`, `measured_peak_bytes`.
+
+    `model`: what `fxmem.compile` returned, what `torch.compile(..., backend="fxmem")` returned, or a model after
+    `model.compile(backend="fxmem")`. Raises LookupError if it is none of these, or Dynamo captured nothing of it yet.
+    """
     if isinstance(model, (CompiledModule, CompiledFunction)):
         return model._fxmem.step
-    raise LookupError("not compiled")
+    step = step_of_torch_compile(model)
+    if step is None:
+        raise LookupError("not compiled by fxmem, or no graph of it captured yet: a step begins with its first call")
+    return step

@@ -239,3 +239,69 @@ def test_swa_utils_average_it():
     average.update_parameters(step)
     with torch.no_grad():
         assert torch.equal(average(*args), module(*args))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_torch_compiles_backend_has_a_step(in_place):
+    module, args = blocks()
+    options = {"budget": 0.95 - 0.01 * in_place, **QUICK}  # calls with equal options share code, and so the step
+    if in_place:
+        module.compile(backend="fxmem", options=options)
+    step = module if in_place else torch.compile(module, backend="fxmem", options=options)
+    with pytest.raises(LookupError, match="first call"):
+        fxmem.step_of(step)
+    run(step, args)
+    plan = fxmem.step_of(step).plan
+    assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    assert set(fxmem.step_of(step).parameters) == set(module.parameters())
+    fxmem.step_of(step).set_budget(None)
+    run(step, args)
+    assert fxmem.step_of(step).plan.budget_bytes is None
+
+
+def test_the_graphs_of_one_torch_compile_are_one_step():
+    class Broken(Blocks):
+        def forward(self, x, y):
+            x = x + self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return F.mse_loss(x + self.blocks[1](x), y)
+
+    module, (_, args) = Broken(), blocks()
+    step, other = (torch.compile(Broken(), backend="fxmem", options={"planner": name}) for name in ("sqrt", "full"))
+    run(step, args)
+    run(other, args)
+    assert len(fxmem.step_of(step).plans) == len(fxmem.step_of(other).plans) == 2
+    assert fxmem.step_of(step) is not fxmem.step_of(other)
+    with pytest.raises(LookupError):
+        fxmem.step_of(module)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": {"bugdet": 1}}, "unknown option 'bugdet' .did you mean 'budget'"),
+        ({"options": {1: 2}}, "unknown option '1'"),
+        ({"options": {"loss_fn": F.mse_loss}}, "use fxmem.compile"),
+        ({"options": {"dynamic": True}}, "torch.compile's own"),
+        ({"options": "budget"}, "must be a dict"),
+        ({"mode": "max-autotune"}, "takes options="),
+    ],
+)
+def test_bad_options_of_the_backend_show_as_themselves(given, message):
+    module, args = blocks()
+    step = torch.compile(module, backend="fxmem", **given)
+    for _ in range(2):
+        with pytest.raises(fxmem.OptionError, match=message) as caught:
+            step(*args)
+        assert "BackendCompilerFailed" not in f"{caught.type} {caught.value}"
+
+
+def test_an_infeasible_budget_of_the_backend_shows_as_itself_and_can_be_mended():
+    module, args = blocks()
+    module.compile(backend="fxmem", options={"budget": 1000, **QUICK})
+    with pytest.raises(fxmem.BudgetInfeasible, match="no plan fits 1000 B") as caught:
+        module(*args)
+    assert caught.value.at_peak
+    fxmem.step_of(module).set_budget(caught.value.min_bytes)
+    run(module, args)
+    assert fxmem.step_of(module).plan.budget_bytes == caught.value.min_bytes
