@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import re
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from fxmem.errors import OptionError
 
@@ -40,16 +40,16 @@ def resolve_budget(budget: Budget) -> int | float | Literal["min"] | None:
     """
     if budget is None or (isinstance(budget, str) and budget == "min"):
         return budget  # type: ignore[return-value]
-    number = _from_text(budget) if isinstance(budget, str) else budget
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    number: Any = _from_text(budget) if isinstance(budget, str) else budget
+    if isinstance(number, bool) or not isinstance(number, (int, float, numbers.Real)):
         raise OptionError(f"malformed budget {budget!r}: expected {_CHOICES}")
     if isinstance(number, numbers.Integral):
         if number <= 0:
             raise OptionError(f"malformed budget {budget!r}: must be positive; expected {_CHOICES}")
         return int(number)
-    if not 0 < number <= 1:
+    if not 0 < float(number) <= 1:
         raise OptionError(
-            f"malformed budget {budget!r}: a float is a fraction in (0, 1]; for bytes give an int or a string with a unit"
+            f"malformed budget {budget!r}: a float is a fraction in (0, 1]; for bytes give an int or text with a unit"
         )
     return float(number)
 

@@ -249,7 +249,8 @@ def torch_compile_call_of(compiled: Any) -> Any:
     compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
     cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
     contexts = [x for x in (getattr(compiled, "dynamo_ctx", None), *cells) if isinstance(x, eval_frame.OptimizeContext)]
-    backends = [eval_frame.innermost_backend(context.callback) for context in contexts]
+    callbacks = [context.callback for context in contexts]
+    backends = [eval_frame.innermost_backend(callback) for callback in callbacks if callable(callback)]
     return next((b for b in backends if isinstance(b, torch._TorchCompileWrapper)), None)
 
 

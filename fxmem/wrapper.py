@@ -49,7 +49,7 @@ class Planned:
         """The options now in force."""
         return self.made if self._step is None else self._step[0].settings
 
-    @torch.compiler.disable(reason="a planned step is compiled already")
+    @torch.compiler.disable(reason="a planned step is compiled already")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, compiled = self._current()
         return step.call(compiled, args, kwargs)
@@ -219,16 +219,15 @@ def _class_for(model_class: type, has_loss: bool) -> type:
     found = _classes.get((model_class, has_loss))
     if found is None:
         names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-        body = {
-            **names, "__slots__": ("_fxmem", "_compiled_call_impl"), "forward": _Forward(_forward_of(model_class, has_loss)),
-        }  # fmt: skip
+        forward = _Forward(_forward_of(model_class, has_loss))
+        body = {**names, "__slots__": ("_fxmem", "_compiled_call_impl"), "forward": forward}
         bases = (CompiledModule, model_class)
         found = types.new_class(model_class.__name__, bases, exec_body=lambda namespace: namespace.update(body))
         _classes[model_class, has_loss] = found
     return found
 
 
-def _forward_of(model_class: type, has_loss: bool) -> Callable[..., Any]:
+def _forward_of(model_class: Any, has_loss: bool) -> Callable[..., Any]:
     """The planned step with the signature of the model's forward (a step with a loss takes the target, too).
 
     Not by functools.wraps: whoever unwraps forward must not get at the unplanned one.

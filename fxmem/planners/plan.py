@@ -113,7 +113,8 @@ class Plan:
         budget = "" if self.budget_bytes is None else f" under {format_bytes(self.budget_bytes)}"
         share = self.extra_s / self.baseline_s if self.baseline_s else 0.0
         peaks = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.baseline_peak_bytes)}"
-        return f"<Plan of {self.program.name} [{self.program.fingerprint}] by {self.planner}{budget}: {peaks}, {share:+.1%} time>"
+        graph = f"{self.program.name} [{self.program.fingerprint}]"
+        return f"<Plan of {graph} by {self.planner}{budget}: {peaks}, {share:+.1%} time>"
 
     def __str__(self) -> str:
         from fxmem.report.text import summary
@@ -121,7 +122,7 @@ class Plan:
         return summary(self)
 
     def diff(self, other: Plan) -> str:
-        """What `other` does otherwise, in words: figures, and every value that is kept, recomputed or offloaded anew."""
+        """What `other` does otherwise, in words: figures, and the values that are kept, recomputed or offloaded anew."""
         from fxmem.report.diff import difference
 
         return difference(self, other)

@@ -169,7 +169,8 @@ def files(planned, tmp_path_factory):
     dynamic = fxmem.plan(module, args, budget=0.9, dynamic=True, planner="sqrt")
     offloads = fxmem.plan(module, args, budget=0.8, tiers="host", device_spec="h100-80g", planner="offload-greedy")
     assert any(type(action).__name__ == "Offload" for action in offloads.actions)
-    return [json.dumps(made.to_json()) for made in (plan, dynamic, offloads)], tmp_path_factory.mktemp("plans") / "p.json"
+    texts = [json.dumps(made.to_json()) for made in (plan, dynamic, offloads)]
+    return texts, tmp_path_factory.mktemp("plans") / "plan.json"
 
 
 def test_saved_plans_are_the_same_when_loaded(files):
@@ -192,18 +193,16 @@ BOMBS = [
 @settings(max_examples=60)
 @given(draw=st.data())
 def test_only_plan_mismatch_comes_of_a_changed_file(files, draw):
-    """One or two places of a valid plan changed: it is refused, or it is a plan that can be read, shown and saved."""
+    """One or two places of a valid plan changed: it is refused, or is a plan that can be read, shown and saved."""
     texts, path = files
     data = json.loads(draw.draw(st.sampled_from(texts)))
     for _ in range(draw.draw(st.integers(1, 2))):
         mutate(data, draw)
     path.write_text(json.dumps(data))
-    try:
+    with contextlib.suppress(fxmem.PlanMismatch):
         plan = fxmem.Plan.load(path)
-    except fxmem.PlanMismatch as error:
-        assert len(str(error)) < 5000
-    else:
-        assert len(repr(plan)) < 12_000
+        assert "\n" not in repr(plan)
+        assert plan.diff(plan) == "the plans are the same"
         str(plan)
         json.dumps(plan.to_json(), allow_nan=False)
 
@@ -246,7 +245,13 @@ def test_hostile_values_are_refused(files, bomb, place):
     else:
         data.update({"actions": [bomb, *data["actions"]]} if place == "action" else {"budget_bytes": bomb})
     path.write_text(json.dumps(data))
-    allowed = {"size": (0, 2**50, ["Rational", 1, 2]), "hint": (2**50,), "time": (0, 1.5, 2**50), "args": (0,), "link": (1.5, 2**50)}
+    allowed = {
+        "size": (0, 2**50, ["Rational", 1, 2]),
+        "hint": (2**50,),
+        "time": (0, 1.5, 2**50),
+        "args": (0,),
+        "link": (1.5, 2**50),
+    }
     if bomb is not True and bomb in allowed.get(place, ()):
         with contextlib.suppress(fxmem.PlanMismatch):
             fxmem.Plan.load(path)
