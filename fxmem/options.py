@@ -113,7 +113,7 @@ def _tiers(tiers: Any) -> tuple[Tier, ...]:
     if isinstance(tiers, str):
         tiers = TIERS if tiers == "auto" else (tiers,)
     if not isinstance(tiers, Iterable):
-        raise OptionError(f"tiers must be of {', '.join(TIERS)}, a list of them, or 'auto' for all, not {tiers!r}")
+        raise OptionError(f"tiers must be {', '.join(TIERS)}, a list of them, or 'auto' for all, not {tiers!r}")
     names = list(tiers)
     for name in names:
         if name not in TIERS:

@@ -122,7 +122,7 @@ class Plan:
         return summary(self)
 
     def diff(self, other: Plan) -> str:
-        """What `other` does otherwise, in words: figures, and the values that are kept, recomputed or offloaded anew."""
+        """What `other` does otherwise, in words: figures, and values that are kept, recomputed or offloaded anew."""
         from fxmem.report.diff import difference
 
         return difference(self, other)

@@ -193,7 +193,7 @@ BOMBS = [
 @settings(max_examples=60)
 @given(draw=st.data())
 def test_only_plan_mismatch_comes_of_a_changed_file(files, draw):
-    """One or two places of a valid plan changed: it is refused, or is a plan that can be read, shown and saved."""
+    """One or two places of a valid plan changed: it is refused, or can be read, shown and saved."""
     texts, path = files
     data = json.loads(draw.draw(st.sampled_from(texts)))
     for _ in range(draw.draw(st.integers(1, 2))):
