@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxmem.api import CompiledFunction, CompiledModule, compile, max_batch, plan
+    from fxmem.api import CompiledFunction, CompiledModule, compile, max_batch, plan, step_of
     from fxmem.capture.hints import keep, recompute
     from fxmem.errors import (
         BudgetInfeasible,
@@ -39,6 +39,7 @@ __all__ = [
     "pipeline",
     "plan",
     "recompute",
+    "step_of",
 ]
 _MODULES = ("errors", "capture.hints", "planners.plan", "step.measurement", "api", "pipelining.planned")
 

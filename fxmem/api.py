@@ -1,4 +1,4 @@
-"""The public surface: `compile`, `plan`, `max_batch`."""
+"""The public surface: `compile`, `plan`, `max_batch`, `step_of`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import nn
 
 from fxmem import compat
 from fxmem.budget import Budget
@@ -17,93 +16,11 @@ from fxmem.errors import CaptureError, OptionError
 from fxmem.ir.program import Program
 from fxmem.options import OptionDict, Settings, settings
 from fxmem.planners.plan import Plan
-from fxmem.step.compiled import compile_step
 from fxmem.step.graph_plan import plan_graph
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.wrapper import CompiledFunction, CompiledModule, step_of, wrap
 
-
-class CompiledModule(nn.Module):
-    """`model`, its training step run under a budget.
-
-    Parameters, buffers, submodules and so `state_dict` keys are the model's own (shared, not copied). `plans`: one per
-    captured graph; `plan`: the one with the highest peak.
-    """
-
-    def __init__(self, model: nn.Module, made: Settings) -> None:
-        super().__init__()
-        self.__dict__["step"], self.__dict__["compiled"] = compile_step(with_loss(model, made.loss_fn), made)
-        self.__dict__["model"] = model
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = model.__dict__[name]
-        self.training = model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["step"].call(self.__dict__["compiled"], args, kwargs)
-
-    def train(self, mode: bool = True) -> CompiledModule:
-        self.__dict__["model"].train(mode)
-        self.training = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["model"].state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["model"].load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["model"], name)
-
-    def set_budget(self, budget: Budget) -> None:
-        """Plan again, for another budget, at the next call; Dynamo does not run again. Raises OptionError."""
-        self.__dict__["step"].set_budget(budget)
-
-    @property
-    def plan(self) -> Plan:
-        plan: Plan = self.__dict__["step"].plan
-        return plan
-
-    @property
-    def plans(self) -> list[Plan]:
-        plans: list[Plan] = self.__dict__["step"].plans
-        return plans
-
-    @property
-    def num_retries(self) -> int:
-        """How often the step was planned again because a measurement was over the budget."""
-        num_retries: int = self.__dict__["step"].num_retries
-        return num_retries
-
-
-class CompiledFunction:
-    """A callable, its training step run under a budget. `plan`, `plans` as for a module."""
-
-    def __init__(self, function: Callable[..., Any], made: Settings) -> None:
-        functools.update_wrapper(self, function)
-        self.step, self._compiled = compile_step(with_loss(function, made.loss_fn), made)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step.call(self._compiled, args, kwargs)
-
-    def set_budget(self, budget: Budget) -> None:
-        """Plan again, for another budget, at the next call; Dynamo does not run again. Raises OptionError."""
-        self.step.set_budget(budget)
-
-    @property
-    def plan(self) -> Plan:
-        return self.step.plan
-
-    @property
-    def plans(self) -> list[Plan]:
-        return self.step.plans
-
-    @property
-    def num_retries(self) -> int:
-        """How often the step was planned again because a measurement was over the budget."""
-        return self.step.num_retries
+__all__ = ["CompiledFunction", "CompiledModule", "compile", "max_batch", "plan", "step_of"]
 
 
 def compile(
@@ -118,8 +35,7 @@ def compile(
     The graph is captured and planned at the first call. The first step is measured; over the budget, it is planned
     again with less. Raises OptionError at once; at the first step BudgetInfeasible, CaptureError, PlanMismatch.
     """
-    made = settings(budget, **options)
-    return CompiledModule(model, made) if isinstance(model, nn.Module) else CompiledFunction(model, made)
+    return wrap(model, settings(budget, **options))
 
 
 def plan(

@@ -16,12 +16,13 @@ import torch
 from torch import fx
 from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import error_on_graph_break
+from torch._dynamo import error_on_graph_break, eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     RestartAnalysis,
+    ShortenTraceback,
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "no_aot_cache",
     "no_idle_checks",
     "no_modes",
+    "past_dynamo",
     "placeholder_source",
     "profiler_is_active",
     "queue_after_backward",
@@ -97,6 +99,8 @@ __all__ = [
     "storage_nbytes",
     "strided_parts",
     "symbol_hints",
+    "torch_compile_call",
+    "torch_compile_call_of",
     "trainable_lstms",
     "tree_leaves",
     "tree_map_only",
@@ -289,6 +293,42 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     step.__code__ = step.__code__.replace()
     return step
+
+
+def past_dynamo(error: Exception) -> Exception:
+    """`error` to be raised in a backend: of its own class still, but Dynamo hands it on instead of wrapping it."""
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "first_useful_frame": None}
+    made = type(kind.__name__, (kind, ShortenTraceback), names)
+    same: Exception = made.__new__(made, *error.args)
+    same.__dict__.update(error.__dict__)
+    return same.with_traceback(error.__traceback__)
+
+
+def torch_compile_call() -> tuple[Any, Callable[..., Any] | None]:
+    """Within a backend: the object that stands for the call of torch.compile, and what that compiles.
+
+    (None, None) if another caller than torch.compile calls the backend.
+    """
+    frame, call = inspect.currentframe(), None
+    while frame is not None:
+        values = frame.f_locals
+        if isinstance(values.get("self"), torch._TorchCompileWrapper):
+            call = values["self"]
+        if call is not None and frame.f_code.co_filename == eval_frame.__file__ and callable(values.get("fn")):
+            return call, values["fn"]
+        frame = frame.f_back
+    return call, None
+
+
+def torch_compile_call_of(compiled: Any) -> Any:
+    """That object, from what torch.compile returned or a module compiled in place; None for anything else."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
+    cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
+    contexts = [x for x in (getattr(compiled, "dynamo_ctx", None), *cells) if isinstance(x, eval_frame.OptimizeContext)]
+    callbacks = [context.callback for context in contexts]
+    backends = [eval_frame.innermost_backend(callback) for callback in callbacks if callable(callback)]
+    return next((b for b in backends if isinstance(b, torch._TorchCompileWrapper)), None)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ class BudgetInfeasible(FxmemError):
     """No plan fits the budget.
 
     `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes);
-    `actions`: the schedule that reaches it, if the planner told.
+    `actions`: the schedule that reaches it, if the planner told; `asked`: the budget as the user wrote it; `graph`:
+    which of the captured graphs it is.
     """
 
     def __init__(
@@ -50,14 +52,32 @@ class BudgetInfeasible(FxmemError):
         at_peak: Sequence[tuple[str, int]] = (),
         where: str = "",
         actions: tuple[Any, ...] = (),
+        *,
+        asked: object = None,
+        graph: str = "",
     ) -> None:
+        shown = f"{budget_bytes} bytes" + (f", budget={asked!r}" if asked not in (None, budget_bytes) else "")
         lines = [
-            f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes){where}; "
+            f"no plan fits {format_bytes(budget_bytes)} ({shown}){where}; "
             f"the smallest feasible budget found is {format_bytes(min_bytes)} ({min_bytes} bytes)"
         ]
+        lines += [f"  of graph {graph}"] if graph else []
         lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in at_peak]
         super().__init__("\n".join(lines))
         self.budget_bytes = budget_bytes
         self.min_bytes = min_bytes
         self.at_peak = tuple(at_peak)
+        self.where = where
         self.actions = actions
+        self.asked = asked
+        self.graph = graph
+
+    def of(self, asked: object, graph: str) -> BudgetInfeasible:
+        """The same, saying what was asked and of which graph."""
+        given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where, self.actions)
+        return BudgetInfeasible(*given, asked=asked, graph=graph)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An error may cross processes; without the schedule, which only planners use."""
+        make = functools.partial(BudgetInfeasible, asked=self.asked, graph=self.graph)
+        return make, (self.budget_bytes, self.min_bytes, self.at_peak, self.where)

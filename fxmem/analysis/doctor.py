@@ -21,6 +21,7 @@ import torch
 from fxmem.analysis import cache
 from fxmem.analysis.devices import DeviceSpec, device_spec, planning_link
 from fxmem.analysis.profile import device_name, free_bytes
+from fxmem.errors import OffloadError
 from fxmem.schedule.actions import Tier
 from fxmem.schedule.simulate import Link, Machine
 
@@ -63,7 +64,7 @@ class Examination:
 
 def examine(offload_dir: str | Path | None = None, *, refresh: bool = False) -> Examination:
     """Look at this machine; `refresh` measures again. Raises OSError if `offload_dir` is unusable."""
-    directory = _offload_dir(offload_dir)
+    directory = offload_folder(offload_dir)
     disk, is_direct = disk_link(directory, refresh=refresh)
     kinds = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     return Examination(
@@ -86,20 +87,24 @@ def machine(
     """Links of `tiers` for the simulator: of `spec` if named, else measured here; planned bandwidth, not nominal.
     A tier may take all of the disk that is free here, and half of the free host memory.
 
-    Raises OptionError for an unknown spec, OSError if offload_dir is unusable.
+    Raises OptionError for an unknown spec, OffloadError if offload_dir is unusable.
     """
     if spec is not None:
         return device_spec(spec).machine(tiers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     measure: dict[Tier, Callable[[], Link]] = {
         "host": lambda: host_link(device),
-        "disk": lambda: disk_link(_offload_dir(offload_dir))[0],
+        "disk": lambda: disk_link(offload_folder(offload_dir))[0],
     }
     room: dict[Tier, Callable[[], int]] = {
         "host": lambda: free_bytes("cpu") // 2,
-        "disk": lambda: shutil.disk_usage(_offload_dir(offload_dir)).free,
+        "disk": lambda: shutil.disk_usage(offload_folder(offload_dir)).free,
     }
-    return Machine({tier: planning_link(measure[tier]()) for tier in tiers}, {tier: room[tier]() for tier in tiers})
+    names = tuple(tiers)
+    try:
+        return Machine({tier: planning_link(measure[tier]()) for tier in names}, {tier: room[tier]() for tier in names})
+    except OSError as error:
+        raise OffloadError(f"offload_dir {offload_folder(offload_dir)} can't be used: {error}") from error
 
 
 def host_link(device: str, *, refresh: bool = False) -> Link:
@@ -134,8 +139,20 @@ def _link_from(data: Any) -> Link | None:
     return None
 
 
-def _offload_dir(named: str | Path | None) -> Path:
+def offload_folder(named: str | Path | None) -> Path:
+    """The folder of the disk tier: `named`, or the system's for temporary files."""
     return Path(named) if named is not None else Path(tempfile.gettempdir())
+
+
+def why_unusable(folder: Path) -> str | None:
+    """Why nothing can be offloaded to `folder`; None if it can."""
+    try:
+        with tempfile.TemporaryFile(prefix="fxmem-", dir=folder):
+            free_bytes = shutil.disk_usage(folder).free
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        return getattr(error, "strerror", None) or str(error)
+    needed_bytes = 4 * _CHUNK_BYTES
+    return f"it has room for {free_bytes} bytes only, not {needed_bytes}" if free_bytes < needed_bytes else None
 
 
 def _memory_bytes(device: str) -> int:

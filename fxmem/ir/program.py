@@ -205,6 +205,16 @@ class Program:
         symbolic = [s for s in touched if nbytes[s] and not isinstance(self.storages[s].nbytes, int)]
         return max(symbolic, key=lambda s: nbytes[s], default=None)
 
+    @property
+    def shown(self) -> str:
+        """Which one it is, for people: name, fingerprint, size, and where in the model it starts."""
+        start = next((op.source for op in self.ops if op.source), "")
+        return f"{self.name} [{self.fingerprint}], {len(self.ops)} ops{f', from {start}' if start else ''}"
+
+    def __repr__(self) -> str:
+        """One line; `str` has the ops."""
+        return f"<Program {self.name} [{self.fingerprint}]: {len(self.ops)} ops, {len(self.storages)} storages>"
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from fxmem.budget import Budget, resolve_budget
 from fxmem.errors import BudgetInfeasible, PlanMismatch, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options, get_planner
+from fxmem.planners.plan_file import parse, verify_plan_data, verify_sizes
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planners.recompute.checkpoints import checkpointed
 from fxmem.planners.registry import Solution
@@ -23,6 +24,7 @@ from fxmem.planners.smallest import solve
 from fxmem.schedule import Action, Machine, SimResult, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
 from fxmem.schedule.simulate import Link
+from fxmem.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -108,10 +110,31 @@ class Plan:
         plan = judge(program, self.actions, self.planner, None, self.machine)
         return replace(plan, budget_bytes=self.budget_bytes, notes=self.notes, joint=joint)
 
+    def __repr__(self) -> str:
+        """One line; `str` has the tables."""
+        budget = "" if self.budget_bytes is None else f" under {format_bytes(self.budget_bytes)}"
+        share = self.extra_s / self.baseline_s if self.baseline_s else 0.0
+        peaks = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.baseline_peak_bytes)}"
+        graph = f"{self.program.name} [{self.program.fingerprint}]"
+        return f"<Plan of {graph} by {self.planner}{budget}: {peaks}, {share:+.1%} time>"
+
     def __str__(self) -> str:
         from fxmem.report.text import summary
 
         return summary(self)
+
+    def diff(self, other: Plan) -> str:
+        """What `other` does otherwise, in words: figures, and values that are kept, recomputed or offloaded anew."""
+        from fxmem.report.diff import difference
+
+        return difference(self, other)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self  # it never changes, and the graph it may hold is not to be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled as saved to a file: without the graph."""
+        return {f.name: getattr(self, f.name) if f.name != "joint" else None for f in fields(self)}
 
     def report(self, path: str | Path) -> None:
         """Write an HTML report: timeline, saved tensors, what was decided and why."""
@@ -121,15 +144,15 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (schedule, program and figures; not the graph itself)."""
-        Path(path).write_text(json.dumps(self.to_json()))
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Inverse of `save`; figures are simulated afresh. Raises PlanMismatch when the file isn't a plan."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, ValueError, VerifyError) as error:
-            raise PlanMismatch(f"{path} does not hold a valid plan: {error}") from error
+            return cls.from_json(parse(Path(path).read_text(encoding="utf-8")))
+        except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError, VerifyError) as error:
+            raise PlanMismatch(f"{path} does not hold a valid plan: {error or type(error).__name__}") from error
 
     def to_json(self) -> dict[str, Any]:
         links = {
@@ -154,10 +177,15 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
+        """Inverse of `to_json`. Raises ValueError, VerifyError when it is not a plan."""
+        found = data.get("format") if isinstance(data, Mapping) else None
+        if found != FORMAT:
+            raise ValueError(f"format {str(found)[:60]!r}, expected {FORMAT!r}")
+        verify_plan_data(data)
+        program = Program.from_json(data["program"])
+        verify_sizes(program.nbytes())
         plan = judge(
-            Program.from_json(data["program"]),
+            program,
             tuple(action_from_json(row) for row in data["actions"]),
             planner=data["planner"],
             budget_bytes=data["budget_bytes"],
@@ -220,7 +248,10 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
         limit = _smallest_budget(problem, planner, options)
     elif isinstance(limit, float):
         limit = int(limit * simulate(program, baseline_actions(problem)).peak_bytes)
-    found = _solve(planner, problem, limit, options, wish)
+    try:
+        found = _solve(planner, problem, limit, options, wish)
+    except BudgetInfeasible as error:
+        raise error.of(budget, program.shown) from None
     solve_s = time.perf_counter() - started
     plan = judge(program, found.actions, planner, limit, options.machine)
     lower_bound_s = max(0.0, found.lower_bound_s - ROUNDING * plan.baseline_s)

@@ -152,9 +152,8 @@ class Graph:
         joint, program = self.captured
         index = {node: i for i, node in enumerate(joint.nodes)}
         pairs = zip(self.inputs, joint.outputs[joint.num_forward_outputs :], strict=False)
-        return {
-            index[g]: program.ops[i].storages[0] for (i, _), g in pairs if isinstance(g, fx.Node) and program.ops[i].storages
-        }
+        known = ((program.ops[i].storages, g) for (i, _), g in pairs)
+        return {index[g]: storages[0] for storages, g in known if isinstance(g, fx.Node) and storages}
 
 
 def named_as(program: Program, joint: JointGraph) -> Program:

@@ -144,10 +144,16 @@ def _judged(known: Known, calls: Sequence[Call], schedules: Sequence[tuple[Actio
     else:
         joined = known.joined()
         plan = judge(joined.program, joined.merge(schedules), own.planner, None, own.machine)
-    kept = own.lower_bound_s if len(calls) == 1 else 0.0
-    bound_s = max(0.0, min(kept, plan.extra_s))
+    bound_s = max(0.0, min(own.lower_bound_s, plan.extra_s)) if len(calls) == 1 else 0.0
     joint = own.joint if known.is_plain else None
-    return replace(plan, budget_bytes=own.budget_bytes, lower_bound_s=bound_s, solve_s=own.solve_s, notes=own.notes, joint=joint)
+    return replace(
+        plan,
+        budget_bytes=own.budget_bytes,
+        lower_bound_s=bound_s,
+        solve_s=own.solve_s,
+        notes=own.notes,
+        joint=joint,
+    )
 
 
 def _actions(call: Call) -> tuple[Action, ...]:
@@ -188,11 +194,8 @@ def _beside(
     throughout = min(more.values(), default=0)  # below 0: outputs' gradients that never came, say
     floor = max((level.end for level in levels.values()), default=0)  # with all gradients: no plan needs less
     during = {segment: n - throughout for segment, n in more.items() if n > throughout}
-    before = {
-        segment: gap
-        for segment, n in more.items()
-        if levels[segment].before > floor and (gap := levels[segment].before - at_start[segment] - max(n, throughout)) > 0
-    }
+    gaps = {s: levels[s].before - at_start[s] - n for s, n in more.items() if levels[s].before > floor}
+    before = {segment: gap for segment, gap in gaps.items() if gap > 0}
     return Beside(throughout + standing_more_bytes, during, before)
 
 

@@ -1,4 +1,4 @@
-"""When a step is measured: whenever its kind is new, and later now and then, so that measuring costs next to nothing."""
+"""When a step of a known kind is measured again: now and then, so that measuring costs next to nothing."""
 
 from __future__ import annotations
 
