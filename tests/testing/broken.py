@@ -13,7 +13,7 @@ from torch import fx
 from fxmem.ir.program import Program
 from fxmem.passes.base import effect_of
 from fxmem.planners.plan import Plan, baseline_actions
-from fxmem.planners.problem import Problem
+from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planners.registry import Options, Solution
 from fxmem.runtime.transfers.engine import StepState, Transfer
 from fxmem.runtime.transfers.layout import Layout, Slot, lay_out
@@ -237,11 +237,10 @@ BROKEN_SCHEDULES = [
 
 
 def played_as(program: Program, again: Iterable[int]) -> tuple[Action, ...]:
-    """Everything saved, and `again` run once more when backward starts."""
-    from fxmem.planners.problem import reduce_program
-
+    """Everything saved, and `again` run once more when backward has its tangents."""
     actions = baseline_actions(reduce_program(program))
-    boundary = actions.index(StartBackward()) + 1
+    num_tangents = sum(op.is_input and op.region == "backward" for op in program.ops)
+    boundary = actions.index(StartBackward()) + 1 + num_tangents
     return (*actions[:boundary], *(Recompute(op) for op in again if Compute(op) in actions), *actions[boundary:])
 
 
@@ -292,9 +291,9 @@ def proud(problem: Problem, budget_bytes: int, options: Options) -> Solution:
 
 
 def shares_too_early(slots: Iterable[Slot], staged: bool = False) -> Layout:
-    """A staging place is free again a step before its copy has ended."""
+    """A staging place is free again halfway through its copy."""
     slots = list(slots)
-    short = [replace(s, stages=tuple((a, max(a, b - 1)) for a, b in s.stages)) for s in slots]
+    short = [replace(s, stages=tuple((a, (a + b) // 2) for a, b in s.stages)) for s in slots]
     made = lay_out(short, staged)
     return replace(made, slots=tuple(replace(p, stages=s.stages) for p, s in zip(made.slots, slots, strict=True)))
 
