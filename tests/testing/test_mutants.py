@@ -1,6 +1,7 @@
 """Seeded bugs: every broken pass, schedule, planner, layout and engine is caught, and every right one passes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def assert_caught(strategy: st.SearchStrategy[Any], check: Callable[[Any], Any],
 
 @pytest.mark.parametrize("pass_", broken.RIGHT_PASSES)
 def test_right_passes(pass_):
-    run(graph_modules(), lambda gm: check_pass(pass_, gm), 40)
+    run(graph_modules(), lambda gm: check_pass(pass_, gm), 30)
 
 
 @pytest.mark.parametrize("pass_", broken.BROKEN_PASSES)
@@ -47,24 +48,17 @@ def test_broken_passes(pass_):
 
 @pytest.mark.parametrize("actions_of", broken.RIGHT_SCHEDULES)
 def test_right_schedules(actions_of):
-    run(plans(), lambda plan: check_plan(_judged(plan, actions_of(plan))), 100)
+    run(plans(), lambda plan: check_plan(replace(plan, actions=actions_of(plan))), 50)
 
 
 @pytest.mark.parametrize("actions_of", broken.BROKEN_SCHEDULES)
 def test_broken_schedules(actions_of):
-    assert_caught(plans(), lambda plan: check_plan(_judged(plan, actions_of(plan))))
-
-
-def _judged(plan, actions):
-    """`plan` with another schedule, whose figures are what the simulator says of it if it says anything."""
-    from dataclasses import replace
-
-    return replace(plan, actions=actions)
+    assert_caught(plans(), lambda plan: check_plan(replace(plan, actions=actions_of(plan))))
 
 
 @pytest.mark.parametrize("order", broken.RIGHT_ORDERS)
 def test_right_orders(order):
-    run(joint_graphs(without=KNOWN), lambda joint: _check_order(joint, order), 20)
+    run(joint_graphs(without=KNOWN), lambda joint: _check_order(joint, order), 10)
 
 
 @pytest.mark.parametrize("order", broken.BROKEN_ORDERS)
