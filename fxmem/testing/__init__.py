@@ -2,8 +2,8 @@
 
 Strategies for hypothesis: `modules`, `graph_modules`, `joint_graphs`, `programs`, `schedules`, `plans`, `transfers`.
 Invariants, each of which raises AssertionError: `check_pass`, `check_gradients`, `check_rewrite`, `check_program`,
-`check_schedule`, `check_plan`, `check_planner`, `check_layout`, `check_engine`. What a strategy draws prints as code that makes
-it again: `DrawnModule`, `graph_module`, `joint_graph`.
+`check_schedule`, `check_plan`, `check_planner`, `check_layout`, `check_engine`. What a strategy draws prints as code
+that makes it again: `DrawnModule`, `graph_module`, `joint_graph`.
 
 Names are imported when they are first used: `fxmem.testing.zoo` needs no hypothesis.
 """
@@ -14,10 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxmem.testing.random_graphs import graph_module, graph_modules, joint_graph, joint_graphs
-    from fxmem.testing.random_modules import FEATURES, DrawnModule, modules
     from fxmem.testing.pass_checks import check_gradients, check_pass
     from fxmem.testing.plan_checks import check_plan, check_planner, check_program, check_rewrite
+    from fxmem.testing.random_graphs import graph_module, graph_modules, joint_graph, joint_graphs
+    from fxmem.testing.random_modules import FEATURES, DrawnModule, modules
     from fxmem.testing.random_programs import Shape, check_schedule, oracle_peak_bytes, plans, programs, schedules
     from fxmem.testing.random_transfers import check_engine, check_layout, transfers
 

@@ -7,28 +7,12 @@ earlier op saved for its backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fxmem.testing.random_modules import Builder
+from fxmem.testing.module_builder import Builder, Rule
 
 MAX_ELEMENTS = 512  # of a value that a rule may make larger
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`write(builder, name)` says something about the value `name`, for which `where` holds.
-
-    `feature`: the name by which it is left out. Without `needs_value` it takes no value.
-    """
-
-    feature: str
-    where: Callable[[Tensor], bool]
-    write: Callable[[Builder, str], object]
-    needs_value: bool = True
 
 
 RULES: list[Rule] = []
@@ -131,17 +115,18 @@ def _token_input(b: Builder) -> None:
 _say("pointwise", _any, "{v}.tanh()", "{v}.sigmoid()", "{v} * 0.5", "{v} + 1", "F.gelu({v})", "F.silu({v})",
      "F.relu({v})", "{v}.sin()", "{v}.abs()", "F.softplus({v})", "{v}.square()", "{v}.neg()")  # fmt: skip
 _say("reductions", _vector, "{v}.sum()", "{v}.mean(-1)", "{v}.sum(0, keepdim=True)", "{v}.amax(-1, keepdim=True)",
-     "{v}.max(-1).values", "{v}.cumsum(-1)", "F.softmax({v}, -1)", "{v}.log_softmax(0)", "{v}.logsumexp(-1)")  # fmt: skip
+     "{v}.max(-1).values", "{v}.cumsum(-1)", "F.softmax({v}, -1)", "{v}.log_softmax(0)",
+     "{v}.logsumexp(-1)")  # fmt: skip
 _say("reductions", _any, "{v}.sum()", "{v}.pow(2).sum()")
-_say("indexing", _vector, "{v}.sort(-1).values", "{v}.topk(1, -1).values", "{v}.flip(0)", "{v}.roll(1, -1)",
+_say("indexing", _matrix, "{v}.sort(-1).values", "{v}.topk(1, -1).values", "{v}.flip(0)", "{v}.roll(1, -1)",
      "{v}[torch.zeros(2, dtype=torch.long)]", "{v}.index_select(-1, torch.zeros(3, dtype=torch.long))",
-     "{v}.take_along_dim({v}.argmax(-1, keepdim=True), -1)", "{v}.tril()" )  # fmt: skip
-RULES[-1] = Rule("indexing", lambda t: _vector(t) and _matrix(t), RULES[-1].write)
-_say("views", _vector, "{v}.unsqueeze(0)", "{v}.flatten()", "{v}.reshape(-1)", "{v}[..., ::2]", "{v}[0]", "{v}[..., -1]",
-     "{v}.narrow(-1, 0, 1)", "{v}.unbind(-1)[0]", "{v}.chunk(2, -1)[0]", "{v}.detach()")  # fmt: skip
+     "{v}.take_along_dim({v}.argmax(-1, keepdim=True), -1)", "{v}.tril()")  # fmt: skip
+_say("views", _vector, "{v}.unsqueeze(0)", "{v}.flatten()", "{v}.reshape(-1)", "{v}[..., ::2]", "{v}[0]",
+     "{v}[..., -1]", "{v}.narrow(-1, 0, 1)", "{v}.unbind(-1)[0]", "{v}.chunk(2, -1)[0]", "{v}.detach()")  # fmt: skip
 _say("views", _matrix, "{v}.transpose(0, 1)", "{v}.transpose(-1, -2)", "{v}.mT.contiguous()", "{v}.movedim(0, -1)",
      "{v}.diagonal()", "{v}[1:, :1]", "{v}.transpose(0, 1).flatten(0, 1)", "{v}.transpose(-1, -2).clone()")  # fmt: skip
-_say("views", _may_grow, "{v}.expand(2, *{v}.shape)", "{v}.unsqueeze(-1).expand(*{v}.shape, 2)", "{v}.repeat(2, *[1] * ({v}.ndim - 1))")
+_say("views", _may_grow, "{v}.expand(2, *{v}.shape)", "{v}.unsqueeze(-1).expand(*{v}.shape, 2)",
+     "{v}.repeat(2, *[1] * ({v}.ndim - 1))")  # fmt: skip
 _say("random", _any, "F.dropout({v}, 0.5)", "F.dropout({v}, 0.1)", "{v} + torch.rand_like({v})",
      "{v} * torch.bernoulli({v}.detach().sigmoid())", "F.dropout({v}.tanh(), 0.3).exp()")  # fmt: skip
 _say("casts", _any, "{v}.double().sin().to({v}.dtype)", "{v} * ({v} > 0)", "torch.where({v} > 0, {v}, 0.1 * {v})")
@@ -166,7 +151,8 @@ def _with_scalar(b: Builder, v: str) -> None:
 @_rule("concatenation", _may_grow)
 def _concatenated(b: Builder, v: str) -> None:
     other = b.pick(lambda t: t.shape == b.values[v].shape)
-    b.let(b.choose("torch.cat([{v}, {u}], -1)", "torch.cat([{v}, {u}, {v}])", "torch.stack([{v}, {u}])").format(v=v, u=other))
+    joined = b.choose("torch.cat([{v}, {u}], -1)", "torch.cat([{v}, {u}, {v}])", "torch.stack([{v}, {u}])")
+    b.let(joined.format(v=v, u=other))
 
 
 @_rule("pointwise", _matrix)
@@ -226,11 +212,13 @@ def _convolution_1d(b: Builder, v: str) -> None:
 def _attention(b: Builder, v: str) -> None:
     batch, length, width = b.values[v].shape
     qkv = b.let(f"{b.layer('qkv', f'nn.Linear({width}, {3 * width}{b.dtype})')}({v})")
-    heads = [b.let(f"{qkv}[..., {i * width}:{(i + 1) * width}].unflatten(-1, (2, {width // 2})).transpose(1, 2)") for i in range(3)]
+    head = f".unflatten(-1, (2, {width // 2})).transpose(1, 2)"
+    heads = [b.let(f"{qkv}[..., {i * width}:{(i + 1) * width}]{head}") for i in range(3)]
     causal = b.choose("", ", is_causal=True", ", dropout_p=0.2")
     if "random" in b.without and "dropout" in causal:
         causal = ""
-    b.let(f"F.scaled_dot_product_attention({', '.join(heads)}{causal}).transpose(1, 2).reshape({batch}, {length}, {width})")
+    mixed = b.let(f"F.scaled_dot_product_attention({', '.join(heads)}{causal})")
+    b.let(f"{mixed}.transpose(1, 2).reshape({batch}, {length}, {width})")
 
 
 @_rule("tied weights", _rows)
@@ -358,5 +346,6 @@ CLASSES = {
 @_rule("custom functions")
 def _custom(b: Builder, v: str) -> None:
     call = b.choose("Cubed.apply({v})", "Clipped.apply({v}, 0.1)", "Both.apply({v})[1]", "sum(Both.apply({v}))")
-    b.function(call.replace("sum(", "").split(".")[0])
+    name = call.replace("sum(", "").split(".")[0]
+    b.define(name, CLASSES[name])
     b.let(call.format(v=v))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,9 +74,11 @@ def observe(
     )
 
 
-def state_of(module: fx.GraphModule, names: Sequence[str] = ()) -> dict[str, Tensor]:
+def state_of(module: torch.nn.Module, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Parameters, buffers and tensors that the graph of `module` reads, and those called `names` that it has."""
-    read = (node.target for node in module.graph.nodes if node.op == "get_attr")
+    graph = module.graph
+    assert isinstance(graph, fx.Graph)
+    read = (node.target for node in graph.nodes if node.op == "get_attr")
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys([*read, *names]):
         value: Any = module
@@ -109,7 +111,7 @@ class _Watch(fx.Interpreter):
 
 
 def first_difference(before: fx.GraphModule, after: fx.GraphModule, args: Sequence[Any], seed: int) -> str:
-    """The first node of `after` whose value is not that of the node of the same name in `before`; "" if there is none."""
+    """The first node of `after` with another value than the node of its name in `before`; "" if there is none."""
     kept = [_kept(module, args, seed) for module in (before, after)]
     for node in after.graph.nodes:
         one, other = kept[0].get(node.name), kept[1].get(node.name)

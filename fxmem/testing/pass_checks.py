@@ -14,16 +14,8 @@ from fxmem.capture import JointGraph
 from fxmem.errors import OptionError, VerifyError
 from fxmem.passes.base import GraphPass, run_passes, verify_lint, verify_metadata
 from fxmem.step.measurement import measure
+from fxmem.testing.observe import Observation, difference, differences, first_difference, observe, state_of
 from fxmem.testing.random_graphs import EXAMPLE_ARGS
-from fxmem.testing.observe import (
-    Observation,
-    describe,
-    difference,
-    differences,
-    first_difference,
-    observe,
-    state_of,
-)
 
 Pass = GraphPass | Callable[[Any], Any]
 
@@ -59,12 +51,13 @@ def check_pass(
     if args is None:
         args = example_args(graph)
     before = plain(graph.graph_module) if isinstance(graph, JointGraph) else copy.deepcopy(graph)
-    name = getattr(pass_, "name", None) or getattr(pass_, "__name__", type(pass_).__name__)
+    name = str(getattr(pass_, "name", None) or getattr(pass_, "__name__", type(pass_).__name__))
     after = _apply(pass_, graph, name)
     try:
         found = _differences(before, after, args, tolerance, seed, learns=not isinstance(graph, JointGraph))
     except Exception as error:
-        raise AssertionError(f"{name}: the graph it made fails: {type(error).__name__}: {error}\n{after.graph}") from error
+        text = f"{name}: the graph it made fails: {type(error).__name__}: {error}\n{after.graph}"
+        raise AssertionError(text) from error
     if found:
         where = first_difference(before, after, args, seed)
         raise AssertionError("\n  ".join([f"{name} changed what the graph does:", *found]) + where)
@@ -169,7 +162,7 @@ def check_gradients(
     tolerance: float = 1e-4,
     seed: int = 0,
 ) -> None:
-    """Assert that `step` trains `module` as `reference` does: outputs, gradients, arguments and buffers after each step.
+    """Assert that `step` trains `module` as `reference` does: outputs, gradients, arguments and buffers of each step.
 
     `step`, `reference`: callables that stand for `module` (compiled, rewritten); `reference` defaults to the module
     itself. Values may differ by `tolerance`, relative to the largest element: 0.0 means bit by bit, which two
@@ -185,7 +178,8 @@ def check_gradients(
         module.load_state_dict(state)
         module.zero_grad()
     for number, (expected, found) in enumerate(zip(*runs, strict=True)):
-        assert expected.keys() == found.keys(), f"step {number}: {sorted(expected.keys() ^ found.keys())} on one side only"
+        apart = sorted(expected.keys() ^ found.keys())
+        assert not apart, f"step {number}: {apart} on one side only"
         wrong = [f"{n} {text}" for n in expected if (text := difference(expected[n], found[n], tolerance, False))]
         assert not wrong, "\n  ".join([f"step {number} differs:", *wrong])
 
@@ -207,5 +201,3 @@ def _trained(function: Callable[..., Any], module: nn.Module, args: Sequence[Any
     shown |= {name: buffer.clone() for name, buffer in module.named_buffers()}
     return shown
 
-
-__all__ = ["check_gradients", "check_pass", "describe", "example_args", "graph_of"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxmem.capture import JointGraph
 from fxmem.errors import BudgetInfeasible, VerifyError
@@ -140,7 +141,7 @@ def _run_halves(joint: JointGraph, args: Sequence[Any], seed: int = 0) -> list[A
     """All outputs of the joint graph, run as its two halves on copies of `args`."""
     lowered = lower(joint)
     num_tangents = len(joint.tangents)
-    copies = [a.clone(memory_format=torch.preserve_format) if isinstance(a, Tensor) else a for a in args]
+    copies = copy.deepcopy(list(args))  # keeps strides, on which the captured graph counts
     inputs, tangents = copies[: len(args) - num_tangents], copies[len(args) - num_tangents :]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Random torch.fx graphs of ATen ops: traced from drawn modules, put together node by node, or joint graphs of both passes.
+"""Random torch.fx graphs of ATen ops: traced from drawn modules, put together node by node, or joint graphs.
 
-Each carries its arguments in `graph_module.meta[EXAMPLE_ARGS]` and a fake value in every `node.meta["val"]`, and prints as
-the Python that makes it.
+Each carries its arguments in `graph_module.meta[EXAMPLE_ARGS]` and a fake value in every `node.meta["val"]`, and prints
+as the Python that makes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ EXAMPLE_ARGS = "example_args"
 """Key in `GraphModule.meta`: the tuple of arguments a drawn graph is run with."""
 
 
-def graph_modules(num_ops: tuple[int, int] = (1, 8), without: Collection[str] = ()) -> st.SearchStrategy[fx.GraphModule]:
+def graph_modules(
+    num_ops: tuple[int, int] = (1, 8), without: Collection[str] = ()
+) -> st.SearchStrategy[fx.GraphModule]:
     """Random GraphModules of ATen ops, half of them traced from `modules(num_ops, without)`, half put together.
 
     Those put together have what a trace hardly has: dead and repeated nodes, results of several outputs of which some
@@ -165,13 +167,17 @@ def _matrix(t: Tensor) -> bool:
 _GRAPH_RULES: list[_GraphRule] = [
     *((_any, f"{{t}} = graph.call_function(aten.{call})") for call in (
         "tanh.default, ({v},)", "sigmoid.default, ({v},)", "mul.Tensor, ({v}, 2.0)", "add.Tensor, ({v}, 1)",
-        "relu.default, ({v},)", "mul.Tensor, ({v}, {u})", "add.Tensor, ({v}, {u})", "sub.Tensor, ({v}, {u}), dict(alpha=2)",
+        "relu.default, ({v},)", "mul.Tensor, ({v}, {u})", "add.Tensor, ({v}, {u})",
+        "sub.Tensor, ({v}, {u}), dict(alpha=2)",
         "sum.default, ({v},)", "clone.default, ({v},)", "alias.default, ({v},)", "detach.default, ({v},)",
-        "rand_like.default, ({v},)", "bernoulli.p, (graph.call_function(aten.detach.default, ({v},)), 0.5)", "where.self, (graph.call_function(aten.gt.Scalar, ({v}, 0)), {v}, {u})",
+        "rand_like.default, ({v},)", "bernoulli.p, (graph.call_function(aten.detach.default, ({v},)), 0.5)",
+        "where.self, (graph.call_function(aten.gt.Scalar, ({v}, 0)), {v}, {u})",
     )),
     *((_vector, f"{{t}} = graph.call_function(aten.{call})") for call in (
-        "slice.Tensor, ({v}, -1, 0, 1)", "select.int, ({v}, 0, 0)", "unsqueeze.default, ({v}, 0)", "_softmax.default, ({v}, -1, False)",
-        "sum.dim_IntList, ({v}, [-1], True)", "cat.default, ([{v}, {u}], -1)", "mean.dim, ({v}, [0])", "flip.default, ({v}, [0])",
+        "slice.Tensor, ({v}, -1, 0, 1)", "select.int, ({v}, 0, 0)", "unsqueeze.default, ({v}, 0)",
+        "_softmax.default, ({v}, -1, False)",
+        "sum.dim_IntList, ({v}, [-1], True)", "cat.default, ([{v}, {u}], -1)", "mean.dim, ({v}, [0])",
+        "flip.default, ({v}, [0])",
     )),
     *((_matrix, f"{{t}} = graph.call_function(aten.{call})") for call in (
         "t.default, ({v},)", "transpose.int, ({v}, 0, 1)", "permute.default, ({v}, [1, 0])",
@@ -187,10 +193,13 @@ _GRAPH_RULES: list[_GraphRule] = [
      "{t} = graph.call_function(operator.getitem, ({t}_parts, 1))"),
     (_any, "{t} = graph.call_function(aten.add.Tensor, ({v}, 0.5))\ngraph.call_function(aten.mul_.Tensor, ({t}, 3))"),
     (_any, "{t} = graph.call_function(aten.clone.default, ({v},))\ngraph.call_function(aten.add_.Tensor, ({t}, {u}))"),
-    (_any, "{t} = graph.call_function(aten.zeros_like.default, ({v},))\ngraph.call_function(aten.copy_.default, ({t}, {v}))"),
-    (_vector, "{t} = graph.call_function(aten.mul.Tensor, ({v}, 1.5))\n{t}_view = graph.call_function(aten.select.int, ({t}, 0, 0))\n"
+    (_any, "{t} = graph.call_function(aten.zeros_like.default, ({v},))\n"
+           "graph.call_function(aten.copy_.default, ({t}, {v}))"),
+    (_vector, "{t} = graph.call_function(aten.mul.Tensor, ({v}, 1.5))\n"
+              "{t}_view = graph.call_function(aten.select.int, ({t}, 0, 0))\n"
               "graph.call_function(aten.add_.Tensor, ({t}_view, 1))"),
-    (_any, "{t} = graph.call_function(aten.tanh.default, ({v},))\n{t}_again = graph.call_function(aten.tanh.default, ({v},))"),
+    (_any, "{t} = graph.call_function(aten.tanh.default, ({v},))\n"
+           "{t}_again = graph.call_function(aten.tanh.default, ({v},))"),
 ]
 _ATTRIBUTE_RULES: list[_GraphRule] = [
     (_any, "root.{t}_w = torch.nn.Parameter(torch.randn({shape}))\n"
@@ -245,8 +254,9 @@ class _GraphBuilder:
     def finish(self) -> str:
         newest = list(self.values)[-1]
         others = ", ".join(self.draw(st.lists(st.sampled_from(list(self.values)), max_size=2)))
-        shapes = f"({newest},)", newest, f"({newest}, {others})", f"[{newest}, [{others}]]", f"dict(a={newest}, b=[{others}])"
-        lines = [*self.lines, f"graph.output({self.draw(st.sampled_from([*shapes, f'[None, {newest}]']))})"]
+        plain = f"({newest},)", newest, f"({newest}, {others})"
+        nested = f"[{newest}, [{others}]]", f"dict(a={newest}, b=[{others}])", f"[None, {newest}]"
+        lines = [*self.lines, f"graph.output({self.draw(st.sampled_from([*plain, *nested]))})"]
         head = _HEAD.format(seed=self.draw(st.integers(0, 9)), args=", ".join(self.arguments) + ",")
         return f"{head}{chr(10).join(lines)}\n{_TAIL}"
 

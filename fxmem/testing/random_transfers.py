@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
@@ -29,7 +29,7 @@ class Transfers:
 
 
 @st.composite
-def transfers(draw: st.DrawFn, tiers: Collection[Tier] = ("host",), num_slots: tuple[int, int] = (1, 6)) -> Transfers:
+def transfers(draw: st.DrawFn, tiers: Sequence[Tier] = ("host",), num_slots: tuple[int, int] = (1, 6)) -> Transfers:
     """Slots of random sizes and valid operations on them in random order: each is offloaded, given up, and comes back
     once or twice, so that places on the tiers are used again."""
     todo: list[list[tuple[Verb, int]]] = []
@@ -78,7 +78,7 @@ def _check_places(
     where: str, places: list[tuple[int, int, int, tuple[int, int]]], total_bytes: int, alignment: int
 ) -> None:
     for slot, offset, nbytes, _ in places:
-        assert 0 <= offset and offset + nbytes <= total_bytes, f"slot {slot} lies outside the {where}"
+        assert 0 <= offset <= total_bytes - nbytes, f"slot {slot} lies outside the {where}"
         assert offset % alignment == 0, f"slot {slot} is not aligned in the {where}"
     for (one, at, nbytes, period), (other, start, size, times) in combinations(places, 2):
         overlap = nbytes and size and at < start + size and start < at + nbytes
@@ -101,7 +101,7 @@ def check_engine(
 ) -> None:
     """Assert that an engine brings back every byte, whatever the delays, and gives everything back when it is closed.
 
-    `make(layout, hook)`: the engine, whose hook sleeps up to `delay_s` before each copy. `lay`: what lays the slots out.
+    `make(layout, hook)`: the engine, whose hook sleeps up to `delay_s` before a copy. `lay`: what lays the slots out.
     Two steps are run, the second over the places of the first. Raises AssertionError.
     """
     layout = lay(drawn.slots, staged)

@@ -1,5 +1,6 @@
 """Run a check over what a strategy draws, so many times, the same every time."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -38,15 +39,13 @@ def run(strategy: SearchStrategy[Any], check: Callable[[Any], Any], num_examples
         check(drawn)
         num_checked += 1
 
-    try:
+    with contextlib.suppress(TimeIsUp):
         all_examples()
-    except TimeIsUp:
-        pass
     return num_checked
 
 
 def fuzz(name: str, strategy: SearchStrategy[Any], check: Callable[[Any], Any], num_examples: int = 200) -> None:
-    """`run`, with as many examples and as much time as `make fuzz` asks for, and a line that says how many there were."""
+    """`run` with as many examples and as much time as `make fuzz` asks for; prints how many there were."""
     wanted = NUM_EXAMPLES or num_examples
     started = time.monotonic()
     num_checked = run(strategy, check, wanted)

@@ -1,4 +1,4 @@
-"""Everything that fxmem.testing draws, through what fxmem does with it. `make fuzz` runs this file with 10,000 of each."""
+"""Everything that fxmem.testing draws, through what fxmem does with it; `make fuzz` runs this file, 10,000 of each."""
 
 import re
 
@@ -50,6 +50,7 @@ def _check_module(drawn: DrawnModule) -> None:
     check_gradients(module, module, args, tolerance=0.0)
 
 
+@pytest.mark.slow
 def test_graph_modules() -> None:
     def check(graph):
         check_pass(without_dead_code, graph)
@@ -58,6 +59,7 @@ def test_graph_modules() -> None:
     fuzz("graph_modules", graph_modules(), check)
 
 
+@pytest.mark.slow
 def test_joint_graphs() -> None:
     """A random schedule, transfers included, played on the graph; `in-place ops`: see test_mutants.KNOWN."""
 
@@ -99,7 +101,7 @@ def test_compiled_modules() -> None:
 
     def check(drawn):
         module, args = drawn.build()
-        torch._dynamo.reset()
+        torch.compiler.reset()
         check_gradients(fxmem.compile(module, budget="min"), module, args)
 
     fuzz("compiled modules", modules((1, 4), without={"random", "low precision", "empty tensors", *KNOWN}), check, 20)
@@ -136,13 +138,32 @@ def test_features_are_left_out() -> None:
 
 def test_every_feature_is_drawn() -> None:
     words = {
-        "attention": "scaled_dot", "buffers": "buffer", "casts": r"double|where| > 0", "concatenation": "torch.(cat|stack)", "convolutions": "Conv",
-        "custom functions": "autograd.Function", "empty tensors": r"randn\(0", "images": "pool2d|F.pad|channels_last|interpolate", "in-place ops": r"_\(",
-        "indexing": "topk|sort|flip|roll|select|tril|take", "inputs": r"randn\(", "integers": "Embedding", "linear": "nn.Linear", "low precision": "bfloat16",
-        "norms": "Norm", "outputs": "return v0, ", "overwritten inputs": "x1.", "pointwise": "tanh", "random": "dropout",
-        "reductions": "softmax|mean|amax|cumsum|logsumexp", "residuals": r"F.gelu\(self", "scalars": r"randn\(\(\),", "strided inputs": r"\.t\(\)|::2|expand",
-        "tied weights": ".weight", "views": "transpose",
-    }  # fmt: skip
+        "attention": "scaled_dot",
+        "buffers": "buffer",
+        "casts": "double|where| > 0",
+        "concatenation": "torch.(cat|stack)",
+        "convolutions": "Conv",
+        "custom functions": "autograd.Function",
+        "empty tensors": r"randn\(0",
+        "images": "pool2d|F.pad|channels_last|interpolate",
+        "in-place ops": r"_\(",
+        "indexing": "topk|sort|flip|roll|select|tril|take",
+        "inputs": r"randn\(",
+        "integers": "Embedding",
+        "linear": "nn.Linear",
+        "low precision": "bfloat16",
+        "norms": "Norm",
+        "outputs": "return v0, ",
+        "overwritten inputs": "x1.",
+        "pointwise": "tanh",
+        "random": "dropout",
+        "reductions": "softmax|mean|amax|cumsum|logsumexp",
+        "residuals": r"F.gelu\(self",
+        "scalars": r"randn\(\(\),",
+        "strided inputs": r"\.t\(\)|::2|expand",
+        "tied weights": ".weight",
+        "views": "transpose",
+    }
     assert words.keys() == FEATURES
     drawn: list[str] = []
     fuzz("features", modules(), lambda module: drawn.append(module.source), 300)
