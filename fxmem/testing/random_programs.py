@@ -196,7 +196,8 @@ def _with_offloads(
         index = draw(st.integers(0, len(reads) - 1))
         start, end = [first, *reads][index] + 1, reads[index]
         places = sorted(draw(st.integers(start, end)) for _ in range(4))
-        trip: tuple[Action, ...] = Offload(storage, draw(st.sampled_from(tiers))), Free(storage), Reload(storage), Wait(storage)
+        tier = draw(st.sampled_from(tiers))
+        trip: tuple[Action, ...] = Offload(storage, tier), Free(storage), Reload(storage), Wait(storage)
         for place, action in zip(places, trip, strict=True):
             before.setdefault(place, []).append(action)
     return tuple(a for step, action in enumerate(actions) for a in (*before.get(step, ()), action))
