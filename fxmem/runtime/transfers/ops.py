@@ -20,7 +20,9 @@ from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.engine import Engine, Step
 
 _LIBRARY = torch.library.Library("fxmem", "DEF")
-_LIBRARY.define("offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1) -> Tensor")
+_LIBRARY.define(
+    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None) -> Tensor"
+)
 _LIBRARY.define("free(Tensor handle, Tensor x) -> Tensor")
 _LIBRARY.define(
     "reload(Tensor handle, SymInt[] size, SymInt[] stride, int offset, ScalarType dtype, Device device, "
@@ -94,13 +96,29 @@ def flat_bytes(x: torch.Tensor, offset: int = 0, extent: int = -1) -> torch.Tens
     return empty.set_(storage, start, (nbytes,), (1,))
 
 
+def laid_out(x: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+    """`x` if it has `stride` wherever that matters, else a copy that has: readers of the reload count on it.
+
+    A compiler may have laid out `x` otherwise than the graph says. The copy takes device bytes that no plan knows of.
+    """
+    if stride is None or all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
 @torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
 def _offload(
-    x: torch.Tensor, step: torch.Tensor | None, slot: int, runtime: int, offset: int = 0, extent: int = -1
+    x: torch.Tensor,
+    step: torch.Tensor | None,
+    slot: int,
+    runtime: int,
+    offset: int = 0,
+    extent: int = -1,
+    stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
     engine = engine_of(runtime)
     current = engine.begin() if step is None else _open(step)[1]
-    engine.offload(current, slot, flat_bytes(x, offset, extent))
+    engine.offload(current, slot, flat_bytes(laid_out(x, stride), offset, extent))
     return _handle(runtime, current, slot)
 
 
@@ -134,7 +152,13 @@ def _wait(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_offload(
-    x: torch.Tensor, step: torch.Tensor | None, slot: int, runtime: int, offset: int = 0, extent: int = -1
+    x: torch.Tensor,
+    step: torch.Tensor | None,
+    slot: int,
+    runtime: int,
+    offset: int = 0,
+    extent: int = -1,
+    stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
     return torch.empty(3, dtype=torch.int64, device="cpu")
 
