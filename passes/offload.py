@@ -42,6 +42,11 @@ class Transfers:
     engine: Engine | None
     layout: Layout
 
+    def retire(self) -> None:
+        """Another plan took over: memory that idles goes back now, the rest when the steps in flight are over."""
+        if self.engine is not None:
+            self.engine.retire()
+
     def close(self) -> None:
         """Give host memory and disk back; the graph can't run any more. Idempotent."""
         if self.key:

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
+from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.arena import Arena
 from fxmem.runtime.transfers.disk_file import Bytes, DiskFile
-from fxmem.runtime.transfers.engine import Engine, Hook, Moment, StepState, Transfer
+from fxmem.runtime.transfers.engine import Engine, Hook, Moment, Step, StepState, Transfer
 from fxmem.runtime.transfers.layout import Layout
 from fxmem.runtime.transfers.worker import Job, Worker
 
@@ -50,18 +51,25 @@ class _Stages:
 class CudaEngine(Engine):
     """Host and disk tiers of one CUDA device. `layout.staged` must be set if any slot is on disk."""
 
-    pinned = True
-
     def __init__(
         self, layout: Layout, device: torch.device, file: DiskFile | None = None, hook: Hook | None = None
     ) -> None:
         super().__init__(layout, file, hook)
-        self.device = device
+        self.device = self.pinned_for = device
         self.d2h, self.h2d = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._write, self._read = Worker("fxmem-disk-write"), Worker("fxmem-disk-read")
         self._copies: dict[tuple[int, int, int], _Copy] = {}  # (step, slot, data pointer; -1: out)
         self._writes: dict[tuple[int, int], Job] = {}  # (step, slot) -> host memory to disk
         self._stages: weakref.WeakKeyDictionary[Arena, _Stages] = weakref.WeakKeyDictionary()
+
+    def begin(self) -> Step:
+        """Also raises OffloadError while a CUDA graph is captured: disk and host have no part in one."""
+        if torch.cuda.is_current_stream_capturing():
+            raise OffloadError(
+                "offload: a CUDA graph is being captured, and transfers can't be part of one; "
+                'compile without tiers, or without CUDA graphs (mode="reduce-overhead")'
+            )
+        return super().begin()
 
     def _start_out(self, state: StepState, transfer: Transfer) -> None:
         assert transfer.source is not None

@@ -10,6 +10,7 @@ below the ops that made them.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch
 
 from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.engine import Engine, Step
+from fxmem.runtime.transfers.worker import is_copying_thread
 
 _LIBRARY = torch.library.Library("fxmem", "DEF")
 _LIBRARY.define(
-    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None) -> Tensor"
+    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None) "
+    "-> Tensor"
 )
 _LIBRARY.define("free(Tensor handle, Tensor x) -> Tensor")
 _LIBRARY.define(
@@ -29,6 +32,8 @@ _LIBRARY.define(
     "Tensor[]? after=None) -> Tensor"
 )
 _LIBRARY.define("wait(Tensor(a) x, Tensor handle) -> Tensor(a)")
+for _name in ("offload", "free", "reload", "wait"):  # each is part of the plan, also one whose result nobody reads
+    torch.fx.node.has_side_effect(getattr(torch.ops.fxmem, _name).default)
 
 _ENGINES: dict[int, tuple[Engine, int]] = {}  # key -> engine, times opened
 _KEYS = itertools.count(1)
@@ -48,13 +53,19 @@ def register(engine: Engine, key: int | None = None) -> int:
 
 
 def release(key: int) -> None:
-    """One owner less; the last one's leaving closes the engine."""
+    """One owner less; the last one's leaving closes the engine.
+
+    May run in a finalizer, on whatever thread collects: on a copying thread, which closing waits for, another does it.
+    """
     engine, owners = _ENGINES.get(key, (None, 0))
     if engine is not None and owners > 1:
         _ENGINES[key] = engine, owners - 1
     elif engine is not None:
         del _ENGINES[key]
-        engine.close()
+        if is_copying_thread():
+            threading.Thread(target=engine.close, name="fxmem-close").start()
+        else:
+            engine.close()
 
 
 def engine_of(key: int) -> Engine:

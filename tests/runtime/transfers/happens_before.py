@@ -224,5 +224,5 @@ def install(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(torch.cuda, "device", lambda _: device.stream(device.computing))
     patch.setattr(torch.Tensor, "copy_", lambda target, source, non_blocking: device.copy(target, source))
     patch.setattr(cuda, "Worker", Worker)
-    patch.setattr(arena, "pin", lambda host: device.synchronize)
+    patch.setattr(arena, "pin", lambda host, _: device.synchronize)
     return device

@@ -99,7 +99,7 @@ def test_many_random_programs(device: Device, tmp_path: Path, tiers: tuple[Tier,
 
 
 def test_a_staging_place_that_is_taken_in_part(device: Device, tmp_path: Path) -> None:
-    """A (300 KB) is still being written to disk when B comes back through its first bytes; C passes through the next."""
+    """A (300 KB) is on its way to disk when B comes back through its first bytes; C passes through the next ones."""
     sizes = (4096, 300_000, 4096)
     stages = (((0, 1), (4, 8)), ((2, 3), (9, 10)), ((5, 6), (11, 12)))
     first = ((0, 8), (2, 10), (5, 12))
