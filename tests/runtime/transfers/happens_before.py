@@ -219,6 +219,7 @@ def install(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "synchronize", device.synchronize)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "current_stream", lambda _=None: device.computing)
     patch.setattr(torch.cuda, "stream", device.stream)
     patch.setattr(torch.cuda, "device", lambda _: device.stream(device.computing))

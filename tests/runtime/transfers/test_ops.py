@@ -119,6 +119,15 @@ def test_handle_keeps_the_step(key: int) -> None:
     assert torch.equal(back, x)
 
 
+def test_a_copied_handle_is_named_with_what_copies_handles(key: int) -> None:
+    x = torch.randn(4)
+    _, handle = round_trip(x, key)
+    copied = handle.clone()
+    del handle
+    with pytest.raises(OffloadError, match="save_on_cpu"):
+        OPS.reload(copied, x.size(), x.stride(), 0, x.dtype, x.device)
+
+
 def test_handle_as_saved_tensor(key: int) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
