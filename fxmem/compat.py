@@ -64,6 +64,7 @@ __all__ = [
     "default_partition",
     "error_on_graph_break",
     "fake_in_current_mode",
+    "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
     "is_wrapper_subclass",
@@ -359,6 +360,11 @@ def stop_memory_log() -> list[tuple[str, int, int]]:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward pass that is running on this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Did anyone register hooks for the gradient of this leaf, to change it or to act when it has been added?"""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def symbol_name(value: Any) -> str | None:

@@ -156,7 +156,7 @@ class _Assigner:
     # forward
 
     def _place_forward(self) -> None:
-        late = _backward_only(self.forward, self.joint)
+        late = _unread_in_forward(self.forward, self.joint)
         for node in self.forward:
             if node.op == "get_attr" or (node.op == "call_function" and self._is_free(node)):
                 self.floating.add(node)
@@ -320,13 +320,14 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [t for t in compat.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
 
 
-def _backward_only(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:
-    """Forward ops that only backward reads, where running them elsewhere in forward changes nothing."""
+def _unread_in_forward(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:
+    """Forward ops that only backward and updates of inputs read, where running them earlier changes nothing."""
     returned = {r for r in joint.outputs if isinstance(r, fx.Node)}
     in_forward, found = set(forward), set[fx.Node]()
     for node in reversed(forward):
         if node.op != "call_function" or node in returned or is_random(node) or is_collective(node):
             continue
-        if not written_args(node) and all(user in found or user not in in_forward for user in node.users):
+        in_time = (user in found or user not in in_forward or bool(written_args(user)) for user in node.users)
+        if not written_args(node) and all(in_time):
             found.add(node)
     return found

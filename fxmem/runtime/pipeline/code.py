@@ -51,7 +51,7 @@ class StageCode:
 
     @cached_property
     def data_positions(self) -> tuple[int, ...]:
-        """Which of the microbatch's leaves forward takes, in order."""
+        """Which of the microbatch's tensors forward takes, in order."""
         descriptions = {n.name: n.meta["desc"] for n in self.graph.joint.nodes if n.name in set(self.graph.data)}
         return tuple(descriptions[name].idx for name in self.graph.data)
 
