@@ -199,7 +199,7 @@ class _Assigner:
             number = node.meta.get("seq_nr")
             if number is not None and node in self.home and node not in self.floating:
                 of_sequence.setdefault(number, self.home[node])
-        backward = set(self.backward)
+        backward, gradient_of = set(self.backward), self._stages_of_gradients()
         for node in self.backward:
             if node.op == "placeholder":
                 self.home[node] = self.num_stages - 1
@@ -211,14 +211,43 @@ class _Assigner:
                 self.floating.add(node)
                 self.home[node] = of_sequence.get(node.meta.get("seq_nr"), 0)
             else:
-                self.home[node] = self._backward_home(node, backward, of_sequence)
+                own = of_sequence.get(node.meta.get("seq_nr"))
+                self.home[node] = self._backward_home(node, backward, own, gradient_of.get(node, frozenset()))
 
-    def _backward_home(self, node: fx.Node, backward: set[fx.Node], of_sequence: Mapping[object, int]) -> int:
-        """The stage of the forward op it belongs to, or of the latest forward value it reads; not after its inputs."""
+    def _stages_of_gradients(self) -> dict[fx.Node, frozenset[int]]:
+        """Backward op that only makes gradients of inputs of the graph -> the stages that read those inputs in forward.
+
+        The ops of one forward op may lie on both sides of a cut: a custom function that reads its weight before and its
+        bias after it.
+        """
+        staging = Staging(self.joint, self.num_stages, self.home, frozenset(self.floating), {})
+        readers: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in self.forward:
+            if node in self.home and node not in self.floating:
+                for source in staging.sources(node.all_input_nodes):
+                    readers[source].add(self.home[node])
+        serves: dict[fx.Node, frozenset[int]] = {}
+        for trained, gradient in gradients_of(self.joint).items():
+            serves[gradient] = serves.get(gradient, frozenset()) | readers[trained]
+        for node in reversed(self.backward):
+            users, number = [user for user in node.users if user.op != "output"], node.meta.get("seq_nr")
+            if all(user in serves and user.meta.get("seq_nr") == number is not None for user in users):
+                serves[node] = serves.get(node, frozenset()).union(*(serves[user] for user in users))
+            else:
+                serves.pop(node, None)
+        return serves
+
+    def _backward_home(
+        self, node: fx.Node, backward: set[fx.Node], own: int | None, gradient_of: frozenset[int]
+    ) -> int:
+        """The stage of the forward op it belongs to (`own`), or of the latest forward value it reads; but for what only
+        makes gradients one that reads the parameter (`gradient_of`). Not after its inputs.
+        """
         placed = [n for n in node.all_input_nodes if n in self.home and n not in self.floating]
         limit = min((self.home[n] for n in placed if n in backward), default=self.num_stages - 1)
         reads = [self.home[n] for n in placed if n not in backward]
-        own = of_sequence.get(node.meta.get("seq_nr"))
+        if own not in gradient_of and any(stage <= limit for stage in gradient_of):
+            return max(stage for stage in gradient_of if stage <= limit)
         wanted = [*reads] if own is None else [*reads, own]
         return min(limit, max(wanted, default=limit))
 
