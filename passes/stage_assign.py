@@ -28,6 +28,9 @@ Cuts: TypeAlias = Sequence[int] | Mapping[int, int]
 """Indices of the ops that begin stages 1, 2, ... (their positions among the nodes of the graph, so the indices of its
 Program); or the stage of every forward op by its index, never falling."""
 
+Homes: TypeAlias = Mapping[fx.Node, int]
+"""The stage of every forward op as the order says, never falling."""
+
 _HEAVY = ("mm", "convolution", "attention", "linear", "embedding", "fft", "sort", "lstm", "gru", "rnn")
 
 
@@ -123,7 +126,8 @@ def assign_stages(joint: JointGraph, cuts: Cuts, *, may_share_buffers: bool = Fa
     Raises OptionError for cuts that are not increasing positions of forward ops, CutError (unless `may_share_buffers`)
     where a buffer that the step overwrites would be needed by two stages.
     """
-    staging = _Assigner(joint, cuts).run()
+    stages = stage_by_position(joint, cuts)
+    staging = assign_homes(joint, stages, max(stages.values(), default=0) + 1)
     for buffer, stages in () if may_share_buffers else staging.torn_buffers:
         raise CutError(
             f"{joint.names.get(buffer.name, buffer.name)} is overwritten in every step and used in stages "
@@ -132,16 +136,20 @@ def assign_stages(joint: JointGraph, cuts: Cuts, *, may_share_buffers: bool = Fa
     return staging
 
 
+def assign_homes(joint: JointGraph, stages: Homes, num_stages: int, pinned: Homes | None = None) -> Staging:
+    """Where every node of `joint` runs, some of the `num_stages` stages perhaps empty, some ops `pinned` to a stage."""
+    return _Assigner(joint, stages, num_stages, pinned or {}).run()
+
+
 class _Assigner:
     """Forward homes, then backward homes, then which views float."""
 
-    def __init__(self, joint: JointGraph, cuts: Cuts) -> None:
+    def __init__(self, joint: JointGraph, stages: Homes, num_stages: int, pinned: Homes) -> None:
         self.joint = joint
         self.nodes = joint.nodes
         self.forward = self.nodes[: joint.num_forward_nodes]
         self.backward = self.nodes[joint.num_forward_nodes :]
-        self.by_position = stage_by_position(joint, cuts)
-        self.num_stages = max(self.by_position.values(), default=0) + 1
+        self.by_position, self.num_stages, self.pinned = stages, num_stages, pinned
         self.home: dict[fx.Node, int] = {}
         self.floating: set[fx.Node] = set()
         self.overwritten = {n for n in self.forward if n.name in set(joint.mutated_inputs)}
@@ -163,7 +171,9 @@ class _Assigner:
             if node.op != "call_function":
                 continue
             earlier = [self.home[n] for n in node.all_input_nodes if n in self.home and n not in self.floating]
-            if node.target is operator.getitem:
+            if node in self.pinned:
+                self.home[node] = self.pinned[node]
+            elif node.target is operator.getitem:
                 self.home[node] = self.home[node.all_input_nodes[0]]
             elif written_args(node) or (node in late and earlier):
                 self.home[node] = max(earlier, default=self.by_position[node])
@@ -172,7 +182,7 @@ class _Assigner:
 
     def _is_free(self, node: fx.Node) -> bool:
         """Can every stage make this value for itself, from inputs and constants?"""
-        if is_random(node) or is_collective(node) or written_args(node):
+        if is_random(node) or is_collective(node) or written_args(node) or node in self.pinned:
             return False
         if all(n in self.floating or self._is_given(n) for n in node.all_input_nodes):
             return not any(word in str(node.target) for word in _HEAVY)
@@ -245,6 +255,8 @@ class _Assigner:
         """
         placed = [n for n in node.all_input_nodes if n in self.home and n not in self.floating]
         limit = min((self.home[n] for n in placed if n in backward), default=self.num_stages - 1)
+        if node in self.pinned:
+            return min(limit, self.pinned[node])
         reads = [self.home[n] for n in placed if n not in backward]
         if own not in gradient_of and any(stage <= limit for stage in gradient_of):
             return max(stage for stage in gradient_of if stage <= limit)
@@ -286,7 +298,7 @@ class _Assigner:
                 self.floating.update(m for n in outside for m in _chain(n, base))
 
 
-def stage_by_position(joint: JointGraph, cuts: Cuts) -> dict[fx.Node, int]:
+def stage_by_position(joint: JointGraph, cuts: Cuts) -> Homes:
     """Stage of every forward op as the order says. Raises OptionError for cuts that make no sense."""
     forward = joint.nodes[: joint.num_forward_nodes]
     ops = [(i, n) for i, n in enumerate(forward) if n.op == "call_function"]

@@ -56,11 +56,6 @@ class StageCode:
         return tuple(descriptions[name].idx for name in self.graph.data)
 
     @cached_property
-    def unread(self) -> frozenset[str]:
-        """Statics that nothing reads: any value will do."""
-        return frozenset(n.name for n in self.graph.joint.nodes if n.op == "placeholder" and not n.users)
-
-    @cached_property
     def tangents(self) -> tuple[Tensor, ...]:
         """Fake gradients of the outputs, in the last stage."""
         return tuple(self.graph.values(self.graph.joint.tangents)) if self.graph.is_last else ()

@@ -19,6 +19,7 @@ from fxmem import compat
 from fxmem.capture import JointGraph, capture
 from fxmem.errors import CaptureError, OptionError
 from fxmem.passes.offload import open_transfers
+from fxmem.passes.stage_carry import split_held
 from fxmem.passes.stage_split import CutError, Cuts, StageGraph, split_stages
 from fxmem.runtime.pipeline.batch import LossWeight, Microbatch, Signature, split_batch
 from fxmem.runtime.pipeline.code import PlanStage, StageCode, stage_program
@@ -214,7 +215,7 @@ class Pipeline:
                 )
             if key[:2] not in self._graphs:
                 joint = self._capture(part, mode)
-                self._graphs[key[:2]] = split_stages(joint, self._anchors.cuts_in(joint))
+                self._graphs[key[:2]] = self._split(joint)
             graph = self._graphs[key[:2]][index]
             program = stage_program(graph)
             actions = self.plan_stage(graph, program) if self.plan_stage and mode.has_backward else None
@@ -232,8 +233,17 @@ class Pipeline:
             if not is_same_type:
                 self._mode = self._mode._replace(autocast=self._mode.autocast._replace(device=device.type))
                 self.joint = self._capture(self._first, self._mode)
-                self.stage_graphs = split_stages(self.joint, self._anchors.cuts_in(self.joint))
+                self.stage_graphs = self._split(self.joint)
                 self._graphs = {(self._first.signature, self._mode): self.stage_graphs}
+
+    def _split(self, joint: JointGraph) -> tuple[StageGraph, ...]:
+        """The stages of another graph of the model, which hold what those that were planned hold."""
+        held = [set(self.held(rank)) for rank in self.rank_of]
+        holders = {
+            name: frozenset(stage for stage, names in enumerate(held) if canonical in names)
+            for name, canonical in self._names.canonical.items()
+        }
+        return split_held(joint, self._anchors.stages_in(joint), self.num_stages, holders)
 
     def _capture(self, part: Microbatch, mode: Mode) -> JointGraph:
         """The graph of `part`. Raises CaptureError; CutError for a model whose graph depends on what it counts."""

@@ -13,6 +13,7 @@ from fxmem import compat
 from fxmem.errors import FxmemError, OptionError
 from fxmem.runtime.pipeline.arrivals import Arrivals, Message
 from fxmem.runtime.pipeline.batch import LossWeight, loss_weights, split_batch
+from fxmem.runtime.pipeline.params import verify_plain
 from fxmem.runtime.pipeline.stage import Stage
 from fxmem.runtime.pipeline.traced import Autocast
 
@@ -100,6 +101,7 @@ class PlannedSteps:
         """
         several: Counter[str] = Counter()
         for stage in self.own_stages:
+            verify_plain(stage.submod)
             codes = [stage.code(chunk) for chunk in range(self._n_microbatches)]
             several.update(stage.gradient_names(codes[0]) if self._has_backward else ())
         self.own_stages[0].parameters.verify_hooks(name for name, count in several.items() if count > 1)

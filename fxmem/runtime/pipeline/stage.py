@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from fxmem.passes.stage_split import CutError, StageGraph
+from fxmem.passes.stage_split import StageGraph
 from fxmem.runtime.pipeline.batch import Microbatch
 from fxmem.runtime.pipeline.code import StageCode
 from fxmem.runtime.pipeline.params import Parameters
@@ -154,11 +154,8 @@ class Stage(PipelineStage):
         return add
 
     def _static(self, code: StageCode, name: str) -> Tensor | None:
-        """The parameter or buffer; in another mode or shape, the graph may place unread ones in another stage."""
-        canonical = self._canonical(code.graph, name)
-        if canonical not in self.parameters.tensors and name not in code.unread:
-            raise CutError(f"stage {self.stage_index} reads {canonical} in this shape or mode, but does not hold it")
-        return self.parameters.tensors.get(canonical)
+        """The parameter or buffer; None for one that nothing reads and another stage holds."""
+        return self.parameters.tensors.get(self._canonical(code.graph, name))
 
     def _was_used(self, kind: str, chunk: int) -> None:
         if self.on_use is not None:
