@@ -62,6 +62,7 @@ __all__ = [
     "cpu_memory_deltas",
     "current_fake_mode",
     "default_partition",
+    "default_store",
     "error_on_graph_break",
     "fake_in_current_mode",
     "has_gradient_hooks",
@@ -411,6 +412,15 @@ def min_cut_partition(
             joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
         )
     return halves
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; None where there is none."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.distributed_c10d._get_default_store()
 
 
 def pipelining() -> Any:
