@@ -68,6 +68,7 @@ __all__ = [
     "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
+    "is_fully_sharded",
     "is_wrapper_subclass",
     "isolated_compile",
     "no_aot_cache",
@@ -80,6 +81,7 @@ __all__ = [
     "recompiled",
     "saved_description",
     "seen_as_compiling",
+    "shard_bytes",
     "start_memory_log",
     "stop_memory_log",
     "storage_key",
@@ -421,6 +423,20 @@ def default_store() -> Any:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.distributed_c10d._get_default_store()
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Did `torch.distributed.fsdp.fully_shard` (FSDP2) take this module?"""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def shard_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the shards that FSDP2 holds of parameters that are whole at the moment."""
+    if not is_fully_sharded(module):
+        return 0
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
+    parameters = group.fsdp_params if group is not None else ()
+    return sum(p._sharded_param_data.nbytes for p in parameters if p.sharded_state.name == "UNSHARDED")
 
 
 def pipelining() -> Any:
