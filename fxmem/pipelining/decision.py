@@ -16,13 +16,14 @@ from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
 from fxmem.passes.stage_split import Cuts, StageGraph
 from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
+from fxmem.planners.effort import Effort
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Action
 from fxmem.units import format_bytes
 
 Rows = list[list[str]]
 _PATIENCE_S = 60.0
-"""Seconds of planning after which no further number of microbatches or kind of schedule is tried."""
+"""Effort (see `fxmem.planners.effort`) after which no further number of microbatches or kind of schedule is tried."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Driver:
     ) -> None:
         self._make, self.request = make, request
         self._inputs = batch, model, optimizer
+        self._effort = Effort()
         self._tried: list[Tried] = []
         self._last_cut: tuple[Cuts, Rows, Sequence[int]] | None = None
 
@@ -183,7 +185,7 @@ class Driver:
         self._last_cut = wanted
 
     def _decide(self) -> tuple[PipelineResult, Any]:
-        started = self._started = time.perf_counter()
+        started = time.perf_counter()
         budget, planner, found, bound_s = self._search()
         self.runtime = planner.runtime
         rows = found.schedule.as_csv_rows()
@@ -199,11 +201,11 @@ class Driver:
         """
         counts, made, failure = self.request.microbatch_counts, 0, None
         for count in counts:
-            if made and time.perf_counter() - self._started > _PATIENCE_S / 2:
+            if made and self._effort.now() > _PATIENCE_S / 2:
                 return
             try:
                 runtime = self.runtime if len(counts) == 1 else self._make(count)
-                planner = ModelPlanner(runtime, self.request, count, *self._inputs)
+                planner = ModelPlanner(runtime, self.request, count, *self._inputs, self._effort)
             except FxmemError as error:
                 failure = error
                 continue
@@ -245,7 +247,7 @@ class Driver:
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
             if proposal.plan is None:
                 break
-            late = time.perf_counter() - self._started > _PATIENCE_S
+            late = self._effort.now() > _PATIENCE_S
             if found and late:
                 break
             if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
