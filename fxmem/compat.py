@@ -434,7 +434,7 @@ def shard_bytes(module: torch.nn.Module) -> int:
     """Bytes of the shards that FSDP2 holds of parameters that are whole at the moment."""
     if not is_fully_sharded(module):
         return 0
-    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
     parameters = group.fsdp_params if group is not None else ()
     return sum(p._sharded_param_data.nbytes for p in parameters if p.sharded_state.name == "UNSHARDED")
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.capture.overwritten import written_args
 from fxmem.passes.stage_assign import CutError, Homes, Staging, assign_homes, gradients_of
@@ -31,18 +32,24 @@ def split_held(joint: JointGraph, stages: Homes, num_stages: int, holders: Holde
     """
     allowed = {n: holders[joint.names[n.name]] for n in joint.nodes if n.name in joint.names}
     pinned: dict[fx.Node, int] = {}
-    for node, users in _readers(assign_homes(joint, stages, num_stages)).items():
-        if node in allowed and not users <= allowed[node]:
+    carried: set[fx.Node] = set()
+    while True:  # what is carried no longer runs wherever it is read, so that others may be read elsewhere
+        staging = assign_homes(joint, stages, num_stages, pinned)
+        readers = _readers(staging)
+        missing = [n for n in joint.nodes if n in allowed and not readers[n] <= allowed[n]]  # alike on all ranks
+        if carried.issuperset(missing):
+            break
+        for node in (n for n in missing if n not in carried):
             joint = _carry(joint, node, min(allowed[node]), pinned)
-    staging = assign_homes(joint, stages, num_stages, pinned)
+        carried.update(missing)
     for buffer, where in staging.torn_buffers:
-        raise CutError(f"{joint.names.get(buffer.name)} is overwritten, in this shape or mode, in stages {sorted(where)}")
-    for node, users in _readers(staging).items():
-        if node in allowed and not users <= allowed[node]:
-            raise CutError(
-                f"{joint.names[node.name]} is changed or trained, in this shape or mode, in stages {sorted(users)}, but "
-                f"held by {sorted(allowed[node])}: plan for a batch that uses it, or cut elsewhere"
-            )
+        name = joint.names.get(buffer.name)
+        raise CutError(f"{name} is overwritten, in this shape or mode, in stages {sorted(where)}")
+    for node in missing:
+        raise CutError(
+            f"{joint.names[node.name]} is changed or trained, in this shape or mode, in stages that do not hold "
+            f"it (only {sorted(allowed[node])} do): plan for a batch that uses it, or cut elsewhere"
+        )
     return slice_stages(staging)
 
 
@@ -54,6 +61,10 @@ def _readers(staging: Staging) -> dict[fx.Node, set[int]]:
             for source in staging.sources(node.all_input_nodes):
                 if source.op == "placeholder":
                     found[source].add(staging.home[node])
+    returned = [r for r in staging.joint.outputs[: staging.joint.num_forward_outputs] if isinstance(r, fx.Node)]
+    for source in staging.sources(returned):
+        if source.op == "placeholder":
+            found[source].add(staging.num_stages - 1)
     for node, terms in staging.terms.items():
         found[node].update(staging.home[term] for term in terms)
     return found
@@ -68,6 +79,7 @@ def _carry(joint: JointGraph, node: fx.Node, home: int, pinned: dict[fx.Node, in
     pinned[copy] = home
     for reader in readers:
         reader.replace_input_with(node, copy)
+    _make_views_again(joint, node)
     if gradient is not None:
         output = graph.output_node()
         brought = _copy(graph, gradient, output)
@@ -84,6 +96,19 @@ def _copy(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
     with node.meta["val"].fake_mode, torch.no_grad():
         copy.meta["val"] = node.meta["val"].clone()
     return copy
+
+
+def _make_views_again(joint: JointGraph, node: fx.Node) -> None:
+    """Views of `node` are views of its copy now; updates still write to `node` itself."""
+    key = compat.storage_key(node.meta["val"])
+    with node.meta["val"].fake_mode, torch.no_grad():
+        for view in joint.nodes:
+            value = view.meta.get("val")
+            if view.op != "call_function" or not isinstance(value, torch.Tensor) or written_args(view):
+                continue
+            if compat.storage_key(value) == key:
+                args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+                view.meta["val"] = view.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _position(joint: JointGraph, node: fx.Node) -> int:

@@ -91,7 +91,8 @@ def pipeline(
     or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute.
 
     In a process group rank 0 decides and the others follow, so that every rank may call this with its own copy of the
-    model; ranks that ask for different things are refused. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
+    model; ranks that ask for different things are refused. Modes of modules and `torch.autocast` are those in force
+    now. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
     stage, its bytes and the smallest budget found.
     """
     _check(num_stages, num_microbatches, schedule, planner, args)

@@ -31,7 +31,7 @@ def why_no_graph(function: Callable[..., Any]) -> str | None:
     if not any(compat.is_fully_sharded(module) for module in modules_of(function)):
         return None
     return (
-        "FSDP2's hooks run outside of graphs, so that every fully_shard-ed module is a graph of its own, and Dynamo leaves "
-        "a module of torch.nn (Sequential) as it is: give the blocks that are sharded a class with a forward, or "
-        "fully_shard the whole model only"
+        "FSDP2's hooks run outside of graphs, so that every fully_shard-ed module is a graph of its own, and Dynamo "
+        "leaves a module of torch.nn (Sequential) as it is: give the blocks that are sharded a class with a forward, "
+        "or fully_shard the whole model only"
     )

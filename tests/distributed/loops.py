@@ -241,15 +241,15 @@ def train(case: Case, pipe: fxmem.PlannedPipeline, rank: int) -> dict[str, Any]:
             loss = schedule.step(x, target=y, **case.kwargs)
         optimizer.step()
         errors.append(abs(loss.item() - wanted) if loss is not None else 0.0)
-    buffers = {name: b for stage in stages for name, b in stage.submod.named_buffers()}
-    for name, tensor in (*held.items(), *buffers.items()):
-        module, _, leaf = name.rpartition(".")
-        errors.append((tensor - getattr(reference.get_submodule(module), leaf)).abs().max().item())
     for stage in stages:
         stage.submod.eval()
     with case.around():
         loss = schedule.eval(x, target=y, **case.kwargs)
     errors.append(abs(loss.item() - evaluated) if loss is not None else 0.0)
+    buffers = {name: b for stage in stages for name, b in stage.submod.named_buffers()}
+    for name, tensor in (*held.items(), *buffers.items()):
+        module, _, leaf = name.rpartition(".")
+        errors.append((tensor - getattr(reference.get_submodule(module), leaf)).abs().max().item())
     return {"error_size": max(errors), "buffers": sorted(buffers)}
 
 
@@ -311,7 +311,8 @@ def two_by_two(rank: int) -> dict[str, Any]:
         parameter.grad /= 2
     nn.functional.mse_loss(reference(x), y).backward()
     wanted = dict(reference.named_parameters())
-    return {"error_size": max((p.grad - wanted[n].grad).abs().max().item() for n, p in stage.submod.named_parameters())}
+    errors = [(p.grad - wanted[n].grad).abs().max().item() for n, p in stage.submod.named_parameters()]
+    return {"error_size": max(errors, default=0.0)}
 
 
 def main() -> None:

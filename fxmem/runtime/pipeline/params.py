@@ -172,11 +172,12 @@ def verify_plain(model: nn.Module) -> None:
     or with parameters that are no plain tensors."""
     for name, module in model.named_modules():
         wrappers = _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}
-        kinds = {type(p).__name__ for p in module._parameters.values() if p is not None and compat.is_wrapper_subclass(p)}
-        if wrappers or kinds:
+        own = [p for p in module._parameters.values() if p is not None]
+        kinds = wrappers | {type(p).__name__ for p in own if compat.is_wrapper_subclass(p)}
+        if kinds:
             raise OptionError(
-                f"{name or 'the model'} is a {type(module).__name__} ({', '.join(sorted(wrappers | kinds))}): stages run "
-                "captured graphs, in which it does nothing. Give the model itself to fxmem.pipeline; after every step "
+                f"{name or 'the model'} is a {type(module).__name__} ({', '.join(sorted(kinds))}): stages run captured "
+                "graphs, in which it does nothing. Give the model itself to fxmem.pipeline; after every step "
                 "all_reduce the gradients over the ranks that hold the same stage"
             )
 

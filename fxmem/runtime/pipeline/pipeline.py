@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxmem import compat
 from fxmem.capture import JointGraph, capture
 from fxmem.errors import CaptureError, OptionError
 from fxmem.passes.offload import open_transfers

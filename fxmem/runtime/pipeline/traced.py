@@ -12,7 +12,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from fxmem import compat
 from fxmem.capture.loss import with_loss
 from fxmem.passes.stage_assign import CutError
 from fxmem.runtime.pipeline.batch import Microbatch
