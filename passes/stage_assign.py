@@ -128,10 +128,10 @@ def assign_stages(joint: JointGraph, cuts: Cuts, *, may_share_buffers: bool = Fa
     """
     stages = stage_by_position(joint, cuts)
     staging = assign_homes(joint, stages, max(stages.values(), default=0) + 1)
-    for buffer, stages in () if may_share_buffers else staging.torn_buffers:
+    for buffer, where in () if may_share_buffers else staging.torn_buffers:
         raise CutError(
             f"{joint.names.get(buffer.name, buffer.name)} is overwritten in every step and used in stages "
-            f"{sorted(stages)}: cut elsewhere, so that one stage has all of its uses"
+            f"{sorted(where)}: cut elsewhere, so that one stage has all of its uses"
         )
     return staging
 
