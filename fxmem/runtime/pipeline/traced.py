@@ -65,7 +65,8 @@ def _updated_buffers(model: nn.Module) -> Iterator[None]:
     changed = [(m, name, old, m._buffers.get(name)) for m, name, old in before if m._buffers.get(name) is not old]
     with torch.no_grad():
         olds = {id(old) for *_, old, _ in changed}
-        values = [new.clone() if new is not None and id(new) in olds else new for *_, new in changed]  # two buffers that change places
+        # two buffers may change places
+        values = [new.clone() if new is not None and id(new) in olds else new for *_, new in changed]
         for (module, name, old, _), value in zip(changed, values, strict=True):
             if value is None or (value.shape, value.dtype) != (old.shape, old.dtype):
                 kind = type(module).__name__
