@@ -30,9 +30,9 @@ def two_ranks(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["fsdp"])
 def test_a_whole_model_in_its_budget(name: str) -> None:
-    """In every step: DDP makes its buckets again in the second; FSDP2 has shards beside the whole parameters."""
+    """In every step: FSDP2 has shards beside the whole parameters."""
     first, second = two_ranks(name)
     assert first["plans"] == second["plans"]
     for rank in (first, second):
