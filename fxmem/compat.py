@@ -75,11 +75,14 @@ __all__ = [
     "cpu_memory_deltas",
     "current_fake_mode",
     "default_partition",
+    "default_store",
     "error_on_graph_break",
     "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
+    "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
+    "is_fully_sharded",
     "is_wrapper_subclass",
     "isolated_compile",
     "no_aot_cache",
@@ -93,6 +96,7 @@ __all__ = [
     "recompiled",
     "saved_description",
     "seen_as_compiling",
+    "shard_bytes",
     "start_memory_log",
     "stop_memory_log",
     "storage_key",
@@ -521,6 +525,11 @@ def graph_break(module: fx.GraphModule) -> str | None:
     return f"{str(reason.reason).splitlines()[0]}{where}"
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Did anyone register hooks for the gradient of this leaf, to change it or to act when it has been added?"""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def symbol_name(value: Any) -> str | None:
     """Name of the size symbol that `value` is, if it is one."""
     if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
@@ -565,6 +574,29 @@ def min_cut_partition(
             joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
         )
     return halves
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; None where there is none."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Did `torch.distributed.fsdp.fully_shard` (FSDP2) take this module?"""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def shard_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the shards that FSDP2 holds of parameters that are whole at the moment."""
+    if not is_fully_sharded(module):
+        return 0
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    parameters = group.fsdp_params if group is not None else ()
+    return sum(p._sharded_param_data.nbytes for p in parameters if p.sharded_state.name == "UNSHARDED")
 
 
 def pipelining() -> Any:
