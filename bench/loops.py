@@ -22,32 +22,17 @@ from functools import partial
 from typing import Any
 
 import click
-import numpy as np
 import torch
-from torch import Tensor
 
 import fxmem
 from bench import loops_models, loops_zoo
 from bench.common import Row, show
 from bench.isolated import Outcome, call, shortened
 from bench.loops_zoo import LOOPS, Loop
+from bench.recorder import Recorder, StepRecord, gradient_error
 from fxmem.budget import Budget
-from fxmem.step.held_tensors import reachable_tensors
 
 __all__ = ["loops_models", "loops_zoo", "main"]  # imported so that their loops are in LOOPS
-
-Gradients = list[np.ndarray[Any, Any] | None]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step showed. `planned`: was anything planned in it? `gradients`: of every tensor a model could train."""
-
-    loss: float
-    peak_bytes: int
-    seconds: float
-    planned: bool
-    gradients: Gradients
 
 
 @dataclass
@@ -65,34 +50,6 @@ class Run:
         return max(step.peak_bytes for step in self.steps)
 
 
-class Recorder:
-    """The `compile_` that a loop gets, and what it learns of the models."""
-
-    def __init__(self, compile_: Callable[..., Any]) -> None:
-        self.compile_ = compile_
-        self.compiled: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.plans: dict[int, Any] = {}
-        self.graphs: set[tuple[int, str]] = set()
-
-    def __call__(self, model: Callable[..., Any], **options: Any) -> Any:
-        self.tensors += [t for t in reachable_tensors(model) if t.is_leaf and t.is_floating_point()]
-        self.compiled.append(self.compile_(model, **options))
-        return self.compiled[-1]
-
-    def gradients(self) -> Gradients:
-        return [None if t.grad is None else t.grad.float().numpy().copy() for t in self.tensors]
-
-    def notice_plans(self) -> bool:
-        """Is any plan new since the last call?"""
-        seen = len(self.plans)
-        for i, model in enumerate(self.compiled):
-            for plan in getattr(model, "plans", []):
-                self.plans[id(plan)] = plan
-                self.graphs.add((i, plan.program.graph))
-        return len(self.plans) > seen
-
-
 def run(name: str, budget: Budget) -> Run:
     """The loop `name` in this process: eager (budget None) or under `budget`, with an empty cost cache."""
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +59,7 @@ def run(name: str, budget: Budget) -> Run:
         found = Run()
         try:
             for step in LOOPS[name].run(recorder):
-                found.steps.append(_recorded(recorder, step))
+                found.steps.append(recorder.record(step))
         except Exception as error:
             found.error = f"step {len(found.steps)}: {shortened(error)}"
         recorder.notice_plans()
@@ -113,12 +70,6 @@ def run(name: str, budget: Budget) -> Run:
 
 def _eager(model: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     return model
-
-
-def _recorded(recorder: Recorder, step: Callable[[], Tensor]) -> StepRecord:
-    losses: list[float] = []
-    measured = fxmem.measure(lambda: losses.append(float(step().detach())))
-    return StepRecord(losses[0], measured.peak_bytes, measured.seconds, recorder.notice_plans(), recorder.gradients())
 
 
 def row(loop: Loop, share: float, timeout_s: float) -> Row:
@@ -156,22 +107,12 @@ def _compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
         "plans": ours.plans,
         "replans": ours.plans - ours.graphs,
         "retries": ours.retries,
-        "grad_error": max((_error(a.gradients, b.gradients) for a, b in pairs), default=None),
+        "grad_error": max((gradient_error(a.gradients, b.gradients) for a, b in pairs), default=None),
         "loss_error": max((abs(a.loss - b.loss) for a, b in pairs), default=None),
         "first_s": seconds[0] if seconds else None,
         "later_s": statistics.median(seconds[1:]) if seconds[1:] else None,
         "error": ours.error,
     }
-
-
-def _error(found: Gradients, expected: Gradients) -> float:
-    """Norm of the difference over the norm; inf where one side has a gradient and the other none."""
-    if [g is None for g in found] != [g is None for g in expected]:
-        return float("inf")
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
-    difference = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
-    norm = sum(float(np.square(b.astype(np.float64)).sum()) for _, b in pairs)
-    return float((difference / norm) ** 0.5) if norm else float(difference)
 
 
 @click.command()
