@@ -27,13 +27,14 @@ MAX_STEPS = 6  # a measured excess may be planned again three times
 VOCAB, ROWS, LENGTH, WIDTH, PIXELS = 128, 8, 64, 32, 32
 
 Built = tuple[nn.Module, dict[str, Any]]
+Named = tuple[str, str, dict[str, Any]]  # config, model, options of the config
 
 COMMON = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 4 * WIDTH, "max_position_embeddings": LENGTH, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+CAUSAL: dict[str, Named] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_positions": LENGTH}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 16}),
@@ -46,11 +47,11 @@ CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 2, "num_local_experts": 4}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
 }
-MASKED = {
+MASKED: dict[str, Named] = {
     "bert": ("BertConfig", "BertForMaskedLM", {}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {"max_position_embeddings": LENGTH + 2}),
     "distilbert": (
-        "DistilBertConfig", "DistilBertForMaskedLM", {"dim": WIDTH, "n_layers": 3, "n_heads": 4, "hidden_dim": 128},
+        "DistilBertConfig", "DistilBertForMaskedLM", {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 128},
     ),
     "albert": ("AlbertConfig", "AlbertForMaskedLM", {"embedding_size": 16}),
     "electra": ("ElectraConfig", "ElectraForMaskedLM", {"embedding_size": 16}),
@@ -62,14 +63,14 @@ DECODER = {
     "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2,
 }  # fmt: skip
-SEQ2SEQ = {
+SEQ2SEQ: dict[str, Named] = {
     "t5": (
         "T5Config", "T5ForConditionalGeneration",
         {"d_model": WIDTH, "d_kv": 8, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     ),
     "bart": ("BartConfig", "BartForConditionalGeneration", DECODER),
 }  # fmt: skip
-IMAGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+IMAGES: dict[str, Named] = {
     "vit": ("ViTConfig", "ViTForImageClassification", {**COMMON, "image_size": PIXELS, "patch_size": 4}),
     "swin": (
         "SwinConfig", "SwinForImageClassification",
@@ -96,19 +97,19 @@ def _transformers(config: str, model: str, options: Mapping[str, Any]) -> nn.Mod
     return made
 
 
-def _text(names: tuple[str, str, dict[str, Any]]) -> Built:
+def _text(names: Named) -> Built:
     """Token ids that are their own labels."""
     config, model, options = names
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH))
     return _transformers(config, model, {**COMMON, **options}), {"input_ids": ids, "labels": ids}
 
 
-def _seq2seq(names: tuple[str, str, dict[str, Any]]) -> Built:
+def _seq2seq(names: Named) -> Built:
     module, inputs = _text(names)
     return module, {**inputs, "labels": torch.randint(3, VOCAB, (ROWS, LENGTH // 2))}
 
 
-def _images(names: tuple[str, str, dict[str, Any]]) -> Built:
+def _images(names: Named) -> Built:
     config, model, options = names
     inputs = {"pixel_values": torch.randn(ROWS, 3, PIXELS, PIXELS), "labels": torch.randint(2, (ROWS,))}
     return _transformers(config, model, options), inputs
@@ -213,7 +214,7 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
     "diffusers_unet": _diffusers_unet,
     "timm_mobilenetv3": partial(_classifier, "timm.models", "mobilenetv3_small_050"),
     "timm_mixer": partial(
-        _classifier, "timm.models", "MlpMixer", img_size=64, embed_dim=32, num_blocks=3, patch_size=8
+        _classifier, "timm.models", "MlpMixer", img_size=64, embed_dim=32, num_blocks=2, patch_size=8
     ),
     "torchvision_densenet": partial(
         _classifier, "torchvision.models", "DenseNet", growth_rate=8, block_config=(2, 2, 2), num_init_features=16

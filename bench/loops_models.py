@@ -64,8 +64,9 @@ def bert() -> Any:
 
     config = BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 3
     return BertForSequenceClassification(config)
 
 

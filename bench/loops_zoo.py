@@ -71,7 +71,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Text(nn.Module):
@@ -503,7 +504,8 @@ def experts(compile_: Compile) -> Steps:
             for i, expert in enumerate(self.experts):
                 rows = torch.where(weights.argmax(1) == i)[0]
                 out = out.index_add(0, rows, expert(x[rows]) * weights[rows, i : i + 1])
-            return self.head(x + out)
+            logits: Tensor = self.head(x + out)
+            return logits
 
     return plain(compile_(Experts()), (labelled(1024) for _ in range(4)), classify)
 
@@ -516,7 +518,8 @@ def checkpointed(compile_: Compile) -> Steps:
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 x = x + checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
+            logits: Tensor = self.head(x)
+            return logits
 
     return plain(compile_(Checkpointed(num_blocks=6)), (labelled(256) for _ in range(4)), classify)
 
@@ -532,7 +535,8 @@ def skipped_frame(compile_: Compile) -> Steps:
             self.fc2 = nn.Linear(4 * WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.fc2(F.gelu(self.norm(self.fc1(x))))
+            out: Tensor = x + self.fc2(F.gelu(self.norm(self.fc1(x))))
+            return out
 
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
     model = nn.Sequential(layers[0], layers[1], Normed(), layers[2], nn.Linear(WIDTH, 10))

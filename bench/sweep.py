@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -236,10 +237,15 @@ def main(
     found += rows(kind, todo, jobs, timeout_s, note)
     if as_json:
         show(found, as_json, "")
-        return
-    if kind == "models":
-        show(({k: v for k, v in row.items() if k != "detail"} for row in found), as_json, "architectures under budgets")
-    _summary(found)
+    else:
+        if kind == "models":
+            show(
+                [{k: v for k, v in row.items() if k != "detail"} for row in found],
+                as_json,
+                "architectures under budgets",
+            )
+        _summary(found)
+    sys.exit(any(row["outcome"] in FAULTS for row in found))
 
 
 if __name__ == "__main__":
