@@ -66,9 +66,11 @@ class Worker:
         self.process.kill()
 
 
-def call(function: Callable[..., Any], *args: Any, timeout_s: float) -> Outcome:
+def call(
+    function: Callable[..., Any], *args: Any, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> Outcome:
     """`function(*args)` in a fresh process."""
-    worker = Worker(function)
+    worker = Worker(function, environ)
     try:
         return worker.call(*args, timeout_s=timeout_s)
     finally:

@@ -12,7 +12,6 @@ their norm, the worst step. `loss_error`: largest difference of losses. `later_s
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -34,6 +33,8 @@ from fxmem.budget import Budget
 
 __all__ = ["loops_models", "loops_zoo", "main"]  # imported so that their loops are in LOOPS
 
+SHARE = 0.75  # of eager's largest peak, where neither the caller nor the loop says
+
 
 @dataclass
 class Run:
@@ -51,36 +52,36 @@ class Run:
 
 
 def run(name: str, budget: Budget) -> Run:
-    """The loop `name` in this process: eager (budget None) or under `budget`, with an empty cost cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["FXMEM_CACHE"] = folder
-        recorder = Recorder(_eager if budget is None else partial(fxmem.compile, budget=budget))
-        torch.manual_seed(0)
-        found = Run()
-        try:
-            for step in LOOPS[name].run(recorder):
-                found.steps.append(recorder.record(step))
-        except Exception as error:
-            found.error = f"step {len(found.steps)}: {shortened(error)}"
-        recorder.notice_plans()
-        found.graphs, found.plans = len(recorder.graphs), len(recorder.plans)
-        found.retries = sum(getattr(model, "num_retries", 0) for model in recorder.compiled)
-        return found
+    """The loop `name` in this process: eager (budget None) or under `budget`."""
+    recorder = Recorder(_eager if budget is None else partial(fxmem.compile, budget=budget))
+    torch.manual_seed(0)
+    found = Run()
+    try:
+        for step in LOOPS[name].run(recorder):
+            found.steps.append(recorder.record(step))
+    except Exception as error:
+        found.error = f"step {len(found.steps)}: {shortened(error)}"
+    recorder.notice_plans()
+    found.graphs, found.plans = len(recorder.graphs), len(recorder.plans)
+    found.retries = sum(getattr(model, "num_retries", 0) for model in recorder.compiled)
+    return found
 
 
 def _eager(model: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     return model
 
 
-def row(loop: Loop, share: float, timeout_s: float) -> Row:
-    """Both runs of one loop, compared."""
-    share = loop.share or share
+def row(loop: Loop, asked: float | None = None, timeout_s: float = 300) -> Row:
+    """Both runs of one loop, compared. `asked`: the share, if not the loop's own or the usual one."""
+    share = asked or loop.share or SHARE
     eager: Outcome = call(run, loop.name, None, timeout_s=timeout_s)
     if eager.error or eager.value.error:
         return {"loop": loop.name, **_empty(), "error": f"eager: {eager.error or eager.value.error}"}
     first_bytes = eager.value.steps[0].peak_bytes
     budget_bytes = int(share * (first_bytes if loop.as_fraction else eager.value.peak_bytes))
-    ours = call(run, loop.name, share if loop.as_fraction else budget_bytes, timeout_s=timeout_s)
+    budget = share if loop.as_fraction else budget_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        ours = call(run, loop.name, budget, timeout_s=timeout_s, environ={"FXMEM_CACHE": folder})
     common = {"loop": loop.name, **_empty(), "eager_bytes": eager.value.peak_bytes, "budget_bytes": budget_bytes}
     if ours.error:
         return {**common, "error": ours.error}
@@ -117,10 +118,10 @@ def _compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--budget", "share", default=0.75, show_default=True, help="share of eager's largest peak")
+@click.option("--budget", "share", type=float, help=f"share of eager's largest peak, if not the loop's or {SHARE}")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="seconds for one run of a loop")
 @click.option("--json", "as_json", is_flag=True)
-def main(names: Sequence[str], share: float, timeout_s: float, as_json: bool) -> None:
+def main(names: Sequence[str], share: float | None, timeout_s: float, as_json: bool) -> None:
     """Training loops under a budget."""
     started = time.perf_counter()
     rows = []

@@ -28,8 +28,8 @@ Compile = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Loop:
-    """`share`: of the largest peak that eager's steps have, to be asked as budget. `as_fraction`: asked as that float,
-    which means a share of the first step's peak."""
+    """`share`: of the largest peak that eager's steps have, to be asked as budget (None: the usual one).
+    `as_fraction`: asked as that float, which means a share of the first step's peak."""
 
     run: Callable[[Compile], Steps]
     share: float | None = None
@@ -44,7 +44,7 @@ LOOPS: dict[str, Loop] = {}
 
 
 def loop(share: float | None = None, as_fraction: bool = False) -> Callable[[Callable[[Compile], Steps]], Loop]:
-    """Put a loop into LOOPS; `share` None: whatever the caller of the bench asks."""
+    """Put a loop into LOOPS."""
 
     def register(run: Callable[[Compile], Steps]) -> Loop:
         made = Loop(run, share, as_fraction)
