@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from bench.loops import LOOPS, Run, _compared, row, run
+from bench.loops.compare import LOOPS, Run, compared, row, run
 from bench.recorder import StepRecord, gradient_error
 
 TORCHVISION = ("faster_rcnn",)
@@ -43,7 +43,7 @@ def record(peak_bytes: int, planned: bool, gradient: float | None = 1.0) -> Step
 def test_excess_of_steps_in_which_something_was_planned_is_counted_apart() -> None:
     eager = Run([record(100, False)] * 4)
     ours = Run([record(90, True), record(80, True), record(75, False), record(77, False)], "step 4: Oops", 1, 2)
-    found = _compared(ours, eager, budget_bytes=75)
+    found = compared(ours, eager, budget_bytes=75)
     assert (found["over"], found["over_new"], found["worst_bytes"], found["replans"]) == (1, 2, 2, 1)
     assert found["error"] == "step 4: Oops"
 

@@ -1,4 +1,4 @@
-"""Loops over models of other libraries, called as their documentation calls them; see `bench.loops_zoo`."""
+"""Loops over models of other libraries, called as their documentation calls them; see `bench.loops.zoo`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.loops_zoo import Compile, Steps, loop, sgd, update
+from bench.loops.zoo import Compile, Steps, loop, sgd, update
 
 
 def with_labels(model: Any, batches: Iterable[dict[str, Tensor]]) -> Steps:

@@ -1,37 +1,25 @@
-"""Training loops as people write them, eager against fxmem: budgets held, gradients, plans, seconds.
-
-    python -m bench.loops [NAMES] [--budget 0.75] [--json]
-
-Each loop runs twice, in fresh processes, the second with an empty cost cache and a budget that is a share of the
-largest peak of eager's steps. Every step is measured as a whole, forward and backward. `over`: steps above the budget
-in which nothing was planned; `over_new`: those in which something was (the measurement that leads to another plan is
-one of them); `worst_bytes`: the largest excess of `over`, or of `over_new` where that is 0. `graphs`, `plans`: those
-seen after any step. `replans`: plans beyond one a graph. `grad_error`: norm of the difference to eager's gradients over
-their norm, the worst step. `loss_error`: largest difference of losses. `later_s`: median of the steps after the first.
-"""
+"""A loop in eager and under a budget, each in a fresh process; the two compared step by step."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import click
 import torch
 
 import fxmem
-from bench import loops_models, loops_zoo
-from bench.common import Row, show
+from bench.common import Row
 from bench.isolated import Outcome, call, shortened
-from bench.loops_zoo import LOOPS, Loop
+from bench.loops import around, calls, libraries, models, shapes
+from bench.loops.zoo import LOOPS, Loop
 from bench.recorder import Recorder, StepRecord, gradient_error
 from fxmem.budget import Budget
 
-__all__ = ["loops_models", "loops_zoo", "main"]  # imported so that their loops are in LOOPS
+__all__ = ["LOOPS", "around", "calls", "libraries", "models", "row", "shapes"]  # imported: their loops are in LOOPS
 
 SHARE = 0.75  # of eager's largest peak, where neither the caller nor the loop says
 
@@ -85,7 +73,7 @@ def row(loop: Loop, asked: float | None = None, timeout_s: float = 300) -> Row:
     common = {"loop": loop.name, **_empty(), "eager_bytes": eager.value.peak_bytes, "budget_bytes": budget_bytes}
     if ours.error:
         return {**common, "error": ours.error}
-    return {**common, **_compared(ours.value, eager.value, budget_bytes)}
+    return {**common, **compared(ours.value, eager.value, budget_bytes)}
 
 
 def _empty() -> Row:
@@ -94,7 +82,7 @@ def _empty() -> Row:
     return dict.fromkeys(f"{bytes_} {counts} grad_error loss_error first_s later_s error".split())
 
 
-def _compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
+def compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
     pairs = list(zip(ours.steps, eager.steps, strict=False))
     over = [s.peak_bytes - budget_bytes for s in ours.steps if not s.planned and s.peak_bytes > budget_bytes]
     over_new = [s.peak_bytes - budget_bytes for s in ours.steps if s.planned and s.peak_bytes > budget_bytes]
@@ -114,28 +102,3 @@ def _compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
         "later_s": statistics.median(seconds[1:]) if seconds[1:] else None,
         "error": ours.error,
     }
-
-
-@click.command()
-@click.argument("names", nargs=-1)
-@click.option("--budget", "share", type=float, help=f"share of eager's largest peak, if not the loop's or {SHARE}")
-@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="seconds for one run of a loop")
-@click.option("--json", "as_json", is_flag=True)
-def main(names: Sequence[str], share: float | None, timeout_s: float, as_json: bool) -> None:
-    """Training loops under a budget."""
-    started = time.perf_counter()
-    rows = []
-    for name in names or LOOPS:
-        rows.append(row(LOOPS[name], share, timeout_s))
-        click.echo(f"{time.perf_counter() - started:6.0f} s  {name}: {rows[-1]['error'] or 'ran'}", err=True)
-    if as_json:
-        show(rows, as_json, "")
-        return
-    show([{k: v for k, v in row.items() if k != "error"} for row in rows], as_json, "training loops under a budget")
-    for row_ in rows:
-        if row_["error"]:
-            click.echo(f"{row_['loop']}: {row_['error']}")
-
-
-if __name__ == "__main__":
-    main()
