@@ -3,11 +3,12 @@
     python -m bench.loops [NAMES] [--budget 0.75] [--json]
 
 Each loop runs twice, in fresh processes, the second with an empty cost cache and a budget that is a share of the
-largest peak of eager's steps. Every step is measured as a whole, forward and backward. `over`: steps above the budget
-in which nothing was planned; `over_new`: those in which something was (the measurement that leads to another plan is
-one of them); `worst_bytes`: the largest excess of `over`, or of `over_new` where that is 0. `graphs`, `plans`: those
-seen after any step. `replans`: plans beyond one a graph. `grad_error`: norm of the difference to eager's gradients over
-their norm, the worst step. `loss_error`: largest difference of losses. `later_s`: median of the steps after the first.
+largest peak of eager's steps. Every step is measured as a whole, forward and backward, less what models compiled beside
+the largest hold. `over`: steps above the budget in which nothing was planned; `over_new`: those in which something was
+(the measurement that leads to another plan is one of them); `worst_bytes`: the largest excess of `over`, or of
+`over_new` where that is 0. `graphs`, `plans`: those seen after any step. `replans`: plans beyond one a graph.
+`grad_error`: norm of the difference to eager's gradients over their norm, the worst step. `loss_error`: largest
+difference of losses. `later_s`: median of the steps after the first.
 """
 
 from __future__ import annotations

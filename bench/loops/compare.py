@@ -84,8 +84,9 @@ def _empty() -> Row:
 
 def compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
     pairs = list(zip(ours.steps, eager.steps, strict=False))
-    over = [s.peak_bytes - budget_bytes for s in ours.steps if not s.planned and s.peak_bytes > budget_bytes]
-    over_new = [s.peak_bytes - budget_bytes for s in ours.steps if s.planned and s.peak_bytes > budget_bytes]
+    excess = [(s.planned, s.peak_bytes - budget_bytes - s.others_bytes) for s in ours.steps]
+    over = [nbytes for planned, nbytes in excess if nbytes > 0 and not planned]
+    over_new = [nbytes for planned, nbytes in excess if nbytes > 0 and planned]
     seconds = [s.seconds for s in ours.steps]
     return {
         "steps": f"{len(ours.steps)}/{len(eager.steps)}",
