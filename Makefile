@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz asan bench lint types clean distclean
+.PHONY: help venv demo test test-fast fuzz asan bench sweep lint types clean distclean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -25,6 +25,7 @@ help:
 	@echo "make fuzz       random models, graphs, programs and plans, 10,000 of each or for FUZZ_SECONDS each"
 	@echo "make asan       planner tests over a kernel built with address and undefined-behaviour sanitizers"
 	@echo "make bench      benches into $(RESULTS)/"
+	@echo "make sweep      torch's operators and modules, and architectures, under budgets (SAMPLE=50: some of them)"
 	@echo "make lint types ruff, import-linter; mypy --strict"
 	@echo "make clean      build products and caches (distclean: .venv too)"
 
@@ -71,6 +72,16 @@ bench: $(STAMP)
 		&& mv $(RESULTS)/$$name.json.part $(RESULTS)/$$name.json || { rm -f $(RESULTS)/$$name.json.part; exit 1; }; }; \
 	for name in $(BENCHES); do run $$name; done; \
 	if [ -n "$(INSTANCES)" ]; then run planners "$(INSTANCES)"; fi
+
+# Goes on where it was ended: what $(SWEEP) holds is not run again. Fails in the end if a row is a fault.
+SAMPLE ?=
+SWEEP := build/sweep
+sweep: $(STAMP)
+	@mkdir -p $(SWEEP)
+	@status=0; for kind in modules ops models; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m bench.sweep $$kind --jobs $(JOBS) $(addprefix --sample ,$(SAMPLE)) \
+			--resume $(SWEEP)/$$kind.jsonl || status=1; \
+	done; exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

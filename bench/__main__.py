@@ -14,10 +14,11 @@ FOLDER = Path(__file__).parent
 def benches() -> dict[str, str]:
     """Name -> first line of the docstring of every module that is a program of its own."""
     found = {}
-    for path in sorted(FOLDER.glob("[!_]*.py")):
+    for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*/__main__.py")]):
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            name = path.parent.name if path.stem == "__main__" else path.stem
+            found[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return found
 
 

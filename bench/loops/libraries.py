@@ -1,8 +1,7 @@
-"""Loops over models of other libraries, called as their documentation calls them; see `bench.loops_zoo`."""
+"""Loops over models of other libraries, called as their documentation calls them; see `bench.loops.zoo`."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.loops_zoo import Compile, Steps, loop, sgd, update
+from bench.loops.zoo import Compile, Steps, loop, sgd, update
 
 
 def with_labels(model: Any, batches: Iterable[dict[str, Tensor]]) -> Steps:
@@ -65,8 +64,9 @@ def bert() -> Any:
 
     config = BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 3
     return BertForSequenceClassification(config)
 
 
@@ -89,21 +89,19 @@ def bert_padded(compile_: Compile) -> Steps:
 def faster_rcnn(compile_: Compile) -> Steps:
     """Detection with torchvision: many graphs, sizes that depend on data. Raises ImportError without torchvision."""
     from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.models.detection.rpn import AnchorGenerator
     from torchvision.ops import MultiScaleRoIAlign
 
-    widths = (3, 16, 32, 32)
-    layers = (nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.ReLU()) for a, b in itertools.pairwise(widths))
+    layers = (nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.ReLU()) for a, b in ((3, 16), (16, 32), (32, 32)))
     backbone = nn.Sequential(*layers)
     backbone.out_channels = 32  # type: ignore[assignment]
-    model = compile_(
-        FasterRCNN(
-            backbone, num_classes=3, min_size=96, max_size=96, box_detections_per_img=10,
-            rpn_anchor_generator=AnchorGenerator(((16, 32),), ((0.5, 1.0),)),
-            box_roi_pool=MultiScaleRoIAlign(["0"], 4, 2),
-            rpn_pre_nms_top_n_train=200, rpn_post_nms_top_n_train=50,
-        )
+    detector = FasterRCNN(
+        backbone, min_size=192, max_size=192, rpn_anchor_generator=AnchorGenerator(((16, 32),), ((0.5, 1.0),)),
+        box_roi_pool=MultiScaleRoIAlign(["0"], 4, 2), box_head=TwoMLPHead(32 * 16, 64),
+        box_predictor=FastRCNNPredictor(64, 3), rpn_pre_nms_top_n_train=200, rpn_post_nms_top_n_train=50,
     )  # fmt: skip
+    model = compile_(detector)
 
     def step(model: Any, images: Sequence[Tensor], targets: Sequence[dict[str, Tensor]]) -> Tensor:
         loss: Tensor = sum(model(images, targets).values())
@@ -112,7 +110,7 @@ def faster_rcnn(compile_: Compile) -> Steps:
 
     optimizer = sgd(model)
     for _ in range(4):
-        images = [torch.rand(3, 96, 96) for _ in range(2)]
+        images = [torch.rand(3, 192, 192) for _ in range(2)]
         corner = torch.rand(3, 2) * 40
         boxes = torch.cat([corner, corner + 20 + torch.rand(3, 2) * 30], dim=1)
         targets = [{"boxes": boxes, "labels": torch.randint(1, 3, (3,))}] * 2

@@ -1,0 +1,1 @@
+"""Training loops as people write them; `python -m bench.loops` runs them under a budget."""
