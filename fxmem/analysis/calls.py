@@ -39,6 +39,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.num_spanned * self.dtype.itemsize
 
+    @property
+    def beyond_bytes(self) -> int:
+        """Bytes of its storage that it does not span: a functional copy of a view allocates them, too."""
+        return max(0, self.storage_bytes - self.nbytes)
+
     def meta(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
@@ -99,7 +104,8 @@ class Call:
 
 def _text(value: Any) -> str:
     if isinstance(value, TensorSpec):
-        return f"T{value.owner}({value.dtype},{value.shape},{value.stride},{value.device})"
+        beyond = f",+{value.beyond_bytes}" if value.beyond_bytes else ""
+        return f"T{value.owner}({value.dtype},{value.shape},{value.stride},{value.device}{beyond})"
     if isinstance(value, fx.GraphModule):
         return value.code
     if isinstance(value, (tuple, list)):

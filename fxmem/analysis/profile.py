@@ -163,7 +163,7 @@ def measure_call(call: Call) -> Measured:
     if call.op_name == "cond" and isinstance(call.args[0], TensorSpec):
         branches = [measure_call(replace(call, args=(taken, *call.args[1:]))) for taken in (True, False)]
         return max(branches, key=lambda measured: (measured.workspace_bytes, measured.seconds))
-    needed = call.moved_bytes
+    needed = call.moved_bytes + sum(spec.beyond_bytes for spec in call.tensors)
     if needed * _MEMORY_SHARE > free_bytes(call.device):
         raise CannotProfile(f"its {needed} bytes are more than a quarter of the free memory")
     bounds = index_bounds(call)
@@ -250,9 +250,11 @@ def _cuda_seconds(run: Callable[[], Any], num_runs: int) -> float:
 
 
 def _materialize(spec: TensorSpec, bound: int) -> torch.Tensor:
-    """A tensor of `spec` with harmless values: floats in (0.25, 1), integers in [0, bound), any booleans."""
-    flat = torch.empty(spec.num_spanned, dtype=spec.dtype, device=spec.device)
-    if spec.num_spanned:
+    """A tensor of `spec`, in a storage as large as its own, with harmless values: floats in (0.25, 1), integers in
+    [0, bound), any booleans."""
+    num_elements = spec.num_spanned + spec.beyond_bytes // spec.dtype.itemsize
+    flat = torch.empty(num_elements, dtype=spec.dtype, device=spec.device)
+    if flat.numel():
         _fill(flat, bound)
     return flat.as_strided(spec.shape, spec.stride)
 

@@ -181,3 +181,24 @@ def test_what_no_graph_shows_is_measured_and_planned_around(hidden):
         train()
     assert retries > 0
     assert step.step.measured_peak_bytes <= step.plan.budget_bytes
+
+
+class Table(nn.Module):
+    """Writes a row of a large buffer: the functional copy of the row that capture makes owns a whole table."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+        self.register_buffer("table", torch.zeros(1024, 64))
+
+    def forward(self, x):
+        self.table[0] = x
+        return (self.table[:4] * self.weight).square().sum()
+
+
+def test_a_row_written_into_a_table_is_counted_with_the_table():
+    module, args = Table(), (torch.rand(64),)
+    step = fxmem.compile(module)
+    step(*args).backward()
+    module.zero_grad()
+    assert fxmem.measure(lambda: step(*args).backward()).peak_bytes == step.plan.peak_bytes
