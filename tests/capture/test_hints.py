@@ -12,6 +12,8 @@ import fxmem
 from fxmem.capture import capture
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.ir.program import Program
+from fxmem.planners import Options
+from fxmem.planners.plan import make_plan
 from fxmem.schedule import Recompute
 
 SIZE = 64
@@ -66,34 +68,30 @@ def step_of(budget, *args, **options):
     return step
 
 
-@pytest.mark.parametrize("hint", ["checkpoint", "function", "module"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("hint", "dropout"), [("checkpoint", 0.3), ("function", 0.0), ("module", 0.3)])
 def test_without_a_budget_the_plan_is_what_the_checkpoints_ask_for(hint, dropout):
-    plain, step = step_of(None, dropout=dropout), step_of(None, hint, dropout=dropout)
-    assert plain.plan.extra_s == 0
-    plan, ops = step.plan, step.plan.program.ops
+    plan = step_of(None, hint, dropout=dropout).plan
+    ops = plan.program.ops
     again = {ops[a.op].target for a in plan.actions if isinstance(a, Recompute)}
     assert again >= {"aten.mm.default", "aten.sin.default", "aten.exp.default", "aten.cos.default"}
     assert ("aten.native_dropout.default" in again) == (dropout > 0)
     assert plan.peak_bytes < 0.7 * plan.baseline_peak_bytes
-    assert plan.baseline_peak_bytes == plain.plan.peak_bytes
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.95, 0.5])
-@pytest.mark.parametrize("planner", ["auto", "none"])
-def test_no_plan_needs_more_than_the_checkpoints(budget, planner):
-    model = Model("checkpoint")
+def test_no_plan_needs_more_than_the_checkpoints():
     args = (torch.rand(SIZE, SIZE),)
-    wish = fxmem.plan(model, args)
-    need_bytes = wish.peak_bytes
-    assert need_bytes < 0.7 * wish.baseline_peak_bytes
-    if planner == "none" and budget == 0.5 and int(budget * wish.baseline_peak_bytes) < need_bytes:
-        with pytest.raises(fxmem.BudgetInfeasible):
-            fxmem.plan(model, args, budget, planner=planner)
-        return
-    plan = fxmem.plan(model, args, budget, planner=planner)
-    assert plan.budget_bytes == int(budget * wish.baseline_peak_bytes)
-    assert plan.peak_bytes <= min(need_bytes, plan.budget_bytes)
+    plain, wish = fxmem.plan(Model(), args), fxmem.plan(Model("checkpoint"), args)
+    assert plain.extra_s == 0
+    assert plain.peak_bytes == wish.baseline_peak_bytes, "fractions are of the peak with everything saved"
+    assert wish.peak_bytes < 0.7 * wish.baseline_peak_bytes
+    for planner in ("auto", "none"):
+        plan = make_plan(wish.program, 0.95, planner, Options(solve_s=0.2))
+        assert plan.budget_bytes == int(0.95 * wish.baseline_peak_bytes)
+        assert plan.peak_bytes <= wish.peak_bytes
+    smaller = make_plan(wish.program, wish.peak_bytes - 1, "auto", Options(solve_s=0.2))
+    assert smaller.peak_bytes < wish.peak_bytes
+    with pytest.raises(fxmem.BudgetInfeasible):
+        make_plan(wish.program, wish.peak_bytes - 1, "none")
 
 
 def test_what_is_kept_is_not_recomputed():

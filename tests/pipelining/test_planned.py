@@ -186,7 +186,7 @@ def test_a_stage_is_never_worse_for_a_tier(name: str) -> None:
     other = StagePlanner(graph, program, "auto", replace(options, tiers=("disk",)))
     least, with_tier = alone.smallest(8), other.smallest(8)
     assert with_tier.need_bytes(8) <= least.need_bytes(8)
-    if name == "gpt2_dropout":  # what may not be drawn again is saved, or moved
+    if name == "gpt2_dropout":  # small draws that are not replayed are saved, or moved
         assert with_tier.need_bytes(8) < 0.8 * least.need_bytes(8)
     room = least.need_bytes(8) * 5 // 4
     assert other.plan(room, 8).extra_s <= alone.plan(room, 8).extra_s
