@@ -122,9 +122,9 @@ def _tiers(tiers: Any) -> tuple[Tier, ...]:
 
 
 def _with_disk_checked(made: Settings, asked: Any) -> Settings:
-    """`made`, without the disk where "auto" was asked and the folder can't be used. Raises OptionError where it must be.
+    """`made`, without the disk where "auto" was asked and the folder can't be used.
 
-    Planning for another machine touches no disk here.
+    Raises OptionError where the disk was asked for by name. Planning for another machine touches no disk here.
     """
     if made.offload_dir is not None and not made.tiers:
         raise OptionError('offload_dir is the folder of the disk tier: give tiers="disk" or tiers="auto" as well')
