@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxmem.api import CompiledFunction, CompiledModule, compile, max_batch, plan, step_of
+    from fxmem.capture.hints import keep, recompute
     from fxmem.errors import (
         BudgetInfeasible,
         CaptureError,
@@ -32,13 +33,15 @@ __all__ = [
     "PlannedPipeline",
     "VerifyError",
     "compile",
+    "keep",
     "max_batch",
     "measure",
     "pipeline",
     "plan",
+    "recompute",
     "step_of",
 ]
-_MODULES = ("errors", "planners.plan", "step.measurement", "api", "pipelining.planned")
+_MODULES = ("errors", "capture.hints", "planners.plan", "step.measurement", "api", "pipelining.planned")
 
 
 def __getattr__(name: str) -> Any:

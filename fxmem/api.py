@@ -84,7 +84,7 @@ def _single_graph(
 ) -> JointGraph:
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
-    graphs = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=made.dynamic)
+    graphs = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=bool(made.dynamic))
     if len(graphs) > 1:
         raise CaptureError(
             f"the model breaks into {len(graphs)} graphs, so it can't be planned ahead of time as one step; "

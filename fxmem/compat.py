@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import unittest.mock
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +18,14 @@ from torch._C._autograd import DeviceType
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break, eval_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, ShortenTraceback, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    RestartAnalysis,
+    ShortenTraceback,
+    TorchDynamoException,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -25,6 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
     TangentAOTInput,
@@ -33,7 +43,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition as _default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -46,13 +56,16 @@ __all__ = [
     "BackendCompilerFailed",
     "BoxedCodeGen",
     "BufferAOTInput",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
     "InputMutationAOTOutput",
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
+    "PlainAOTOutput",
     "RestartAnalysis",
     "TangentAOTInput",
     "TorchDynamoException",
@@ -63,6 +76,7 @@ __all__ = [
     "current_fake_mode",
     "default_partition",
     "error_on_graph_break",
+    "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
     "hint",
     "innermost_user_frame",
@@ -83,9 +97,11 @@ __all__ = [
     "stop_memory_log",
     "storage_key",
     "storage_nbytes",
+    "strided_parts",
     "symbol_hints",
     "torch_compile_call",
     "torch_compile_call_of",
+    "trainable_lstms",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -159,6 +175,24 @@ def no_aot_cache() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def trainable_lstms() -> Iterator[None]:
+    """LSTMs on the CPU are traced as what can be trained.
+
+    torch takes oneDNN's layer for inference if the layer's input needs no gradient, even if the weights do: what it
+    saves for backward is None, which AOTAutograd refuses.
+    """
+    from torch._decomp import decompositions
+
+    def select(input: Any, hx: Any, params: Any) -> Any:
+        is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in tree_leaves((input, hx, params)))
+        return decompositions.one_layer_lstm if is_trained else torchs_own(input, hx, params)
+
+    torchs_own: Any = decompositions.select_one_layer_lstm_function
+    with unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", select):
+        yield
+
+
+@contextlib.contextmanager
 def no_idle_checks(module: fx.GraphModule) -> Iterator[None]:
     """Compile `module` without AOTAutograd's check of custom ops where it calls none.
 
@@ -195,7 +229,7 @@ CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameter
 
 
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile` with its own set of compiled entries.
+    """`torch.compile` with its own set of compiled entries, and of settings: see `_settings_for_one_graph`.
 
     Otherwise several compilations of one model (a sweep over budgets), in torch 2.11 even of different models,
     share one recompile limit, after which Dynamo falls back to eager: that is, runs over the budget without a word.
@@ -205,7 +239,50 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
     else:
         function = _with_own_code(function)
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
-    return compiled
+    change = dynamo_config._make_closure_patcher(**_settings_for_one_graph())  # `patch` takes 20 us a call, this 3
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        revert = change()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            revert()
+
+    return run
+
+
+RECOMPILE_LIMIT = 32
+"""Versions of one frame that may be compiled before it is an error."""
+
+_LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
+
+
+def _settings_for_one_graph() -> dict[str, Any]:
+    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out)."""
+    name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
+    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | {
+        "allow_unspec_int_on_nn_module": True,  # a counter that a model keeps is no reason to compile again
+        "fail_on_recompile_limit_hit": True,  # otherwise the frame runs without a plan from then on
+        "recompile_limit": max(dynamo_config.recompile_limit, RECOMPILE_LIMIT),
+        "accumulated_recompile_limit": max(dynamo_config.accumulated_recompile_limit, 8 * RECOMPILE_LIMIT),
+    }
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What writes log records or warnings; also what libraries have added to `logging.Logger` (``warning_once``)."""
+    spaces = [logging, *_with_subclasses(logging.Logger), *_with_subclasses(logging.LoggerAdapter)]
+    found = {value for space in spaces for name, value in vars(space).items() if name.startswith(_LOG_METHODS)}
+    return {f for f in found if callable(f) and not isinstance(f, type)} | {
+        warnings.warn,
+        warnings.warn_explicit,
+        torch._logging.warning_once,
+    }
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,14 +354,25 @@ def placeholder_source(node: fx.Node) -> str:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage that `tensor` is a view of; valid while that storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of the storage that `tensor` is a view of (if sparse: its values); valid while that storage lives."""
+    return int(strided_parts(tensor)[-1].untyped_storage()._cdata)
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
-    """Bytes of the storage that `tensor` is a view of."""
-    nbytes: int | torch.SymInt = tensor.untyped_storage().nbytes()
+    """Bytes of the storage that `tensor` is a view of; all bytes of a sparse tensor."""
+    nbytes: int | torch.SymInt = sum(part.untyped_storage().nbytes() for part in strided_parts(tensor))
     return nbytes
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold the bytes of `tensor`: itself, or the indices and values of a sparse one (values last)."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def symbol_hints(tensor: torch.Tensor) -> dict[str, int]:
@@ -350,7 +438,7 @@ def compile_with_inductor(
         "custom_partitioner_fn": _InductorPartitioner(partition, key),
         "reorder_for_peak_memory": False,  # the plan's order is the order: transfers would be moved past each other
     }
-    with no_aot_cache(), no_idle_checks(module):
+    with no_aot_cache(), no_idle_checks(module), trainable_lstms():
         compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
@@ -398,6 +486,21 @@ def stop_memory_log() -> list[tuple[str, int, int]]:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward pass that is running on this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Will the backward pass that is running on this thread leave saved tensors for another one?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def graph_break(module: fx.GraphModule) -> str | None:
+    """Why and where Dynamo ended this graph, if it was not the end of the call."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    where = f" at {stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ""
+    return f"{str(reason.reason).splitlines()[0]}{where}"
 
 
 def symbol_name(value: Any) -> str | None:

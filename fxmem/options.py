@@ -36,7 +36,7 @@ class OptionDict(TypedDict, total=False):
     inner: Inner
     optimizer: torch.optim.Optimizer | None
     loss_fn: Callable[..., Any] | None
-    dynamic: bool
+    dynamic: bool | None
     device_spec: str | Path | None
     solve_s: float | None
     plan: Plan | None
@@ -50,7 +50,8 @@ class Settings:
     ("auto": the host, and the disk if its folder can be used).
     `offload_dir`: folder of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
     against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
-    `dynamic`: sizes of inputs are symbols. `device_spec`: plan for that machine (a preset or JSON file), not this one.
+    `dynamic`: sizes of inputs are symbols (None: those that were seen to change).
+    `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
     """
 
@@ -61,7 +62,7 @@ class Settings:
     inner: Inner = "eager"
     optimizer: torch.optim.Optimizer | None = None
     loss_fn: Callable[..., Any] | None = None
-    dynamic: bool = False
+    dynamic: bool | None = None
     device_spec: str | Path | None = None
     solve_s: float | None = None
     plan: Plan | None = None
@@ -122,9 +123,9 @@ def _tiers(tiers: Any) -> tuple[Tier, ...]:
 
 
 def _with_disk_checked(made: Settings, asked: Any) -> Settings:
-    """`made`, without the disk where "auto" was asked and the folder can't be used.
+    """`made`, without the disk where "auto" was asked and it can't be used. Raises OptionError where it must be.
 
-    Raises OptionError where the disk was asked for by name. Planning for another machine touches no disk here.
+    Planning for another machine touches no disk here.
     """
     if made.offload_dir is not None and not made.tiers:
         raise OptionError('offload_dir is the folder of the disk tier: give tiers="disk" or tiers="auto" as well')

@@ -5,7 +5,8 @@ A pass takes a joint graph and returns another one; it never edits its argument.
 - the graph lints, nodes stand in execution order and every node carries its fake value;
 - `requires` hold before it, `ensures` after it (names in `CHECKS`);
 - outputs are the same in number, shape and dtype;
-- effects are kept: each random, mutating or collective op of the graph still runs exactly once.
+- effects are kept: each random, mutating or collective op of the graph still runs exactly once; a random op may be
+  replayed, that is run from the state it drew from, which draws nothing anew (`fxmem.capture.draws`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from fxmem.capture import JointGraph
+from fxmem.capture.draws import RNG_STATE, replay, state_name
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.errors import VerifyError
 from fxmem.passes import debug
@@ -111,15 +113,32 @@ def verify_regions(joint: JointGraph) -> None:
 
 
 def verify_recompute(joint: JointGraph) -> None:
-    """What runs again is named in the graph before it and has no effects."""
+    """What runs again is named in the graph before it and has no effects; what is replayed has its own state."""
     seen: set[str] = set()
+    states = _states(joint)
     for node in joint.nodes:
         origin = node.meta.get(META, {}).get("recompute_of")
         if origin is not None and origin not in seen:
             raise VerifyError(f"node {node.name} recomputes {origin}, which did not run before")
         if origin is not None and effect_of(node) is not None:
             raise VerifyError(f"node {node.name} repeats a {effect_of(node)} op")
+        if node.target is replay and (origin is None or node.args[0] is not states.get(origin)):
+            raise VerifyError(f"node {node.name} replays {origin}, but not from the state that it drew from")
         seen.add(node.name)
+
+
+def _states(joint: JointGraph) -> dict[str, fx.Node]:
+    """Random op -> the node that read its state, where nothing was drawn between the two."""
+    found: dict[str, fx.Node] = {}
+    state: fx.Node | None = None
+    for node in joint.nodes:
+        if node.target is RNG_STATE:
+            state = node
+        elif effect_of(node) == "random":
+            if state is not None and state.name == state_name(node):
+                found[node.name] = state
+            state = None
+    return found
 
 
 CHECKS: Mapping[str, Callable[[JointGraph], None]] = {

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.draws import replay
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.program import Op, Program, Region
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
@@ -137,6 +138,8 @@ class Emitter:
         node = self._copy(source, "recompute_of" if again else None, self._arguments(source))
         is_fresh = again or (bool(op.mutates) and not self._has_original_arguments(node))
         self._set_value(node, source, is_fresh)
+        if again:
+            self._replay(node, op)
         if not (again and self._stays(op)):
             self._values[op.index] = node
             self._emit_getitems(op.index, again)
@@ -190,6 +193,14 @@ class Emitter:
         )
 
     # internals
+
+    def _replay(self, node: fx.Node, op: Op) -> None:
+        """Let `node`, a second run of `op`, draw what the first one drew."""
+        state = self.program.state_op(op)
+        if state is not None:
+            target: Any = node.target
+            node.args = (self.value(state.index), self.sources[state.index].args[0], target, *node.args)
+            node.target = replay
 
     def _result(self, source: fx.Node, position: int) -> fx.Node:
         index = self.index_of[source]

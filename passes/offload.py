@@ -84,6 +84,7 @@ def why_not_offloadable(joint: JointGraph, program: Program, min_bytes: int = MI
     returned = {storage for index in outputs for storage in program.ops[index].storages}
     written = {storage for op in program.ops for storage in op.mutates}
     nbytes = program.nbytes()
+    states = {s for index in program.states for s in program.ops[index].storages}
     bases = _bases(joint, program)
     reasons: dict[int, str] = {}
     for storage in range(len(program.storages)):
@@ -93,6 +94,8 @@ def why_not_offloadable(joint: JointGraph, program: Program, min_bytes: int = MI
             reasons[storage] = "it is returned"
         elif storage in written:
             reasons[storage] = "it is written in place"
+        elif storage in states:
+            reasons[storage] = "it is the state of a random generator"
         elif nbytes[storage] < min_bytes:
             reasons[storage] = f"it is smaller than {min_bytes} bytes"
         elif (reason := _why_not_movable(bases[storage])) is not None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.draws import state_name
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import FxmemError, OptionError
@@ -169,6 +170,8 @@ class _Assigner:
                 self.home[node] = max(earlier, default=self.by_position[node])
             else:
                 self.home[node] = max([self.by_position[node], *earlier])
+        drawing = {state_name(node): self.home[node] for node in self.home}
+        self.home.update({node: drawing[node.name] for node in self.home if node.name in drawing})
 
     def _is_free(self, node: fx.Node) -> bool:
         """Can every stage make this value for itself, from inputs and constants?"""

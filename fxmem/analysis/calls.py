@@ -100,6 +100,8 @@ class Call:
 def _text(value: Any) -> str:
     if isinstance(value, TensorSpec):
         return f"T{value.owner}({value.dtype},{value.shape},{value.stride},{value.device})"
+    if isinstance(value, fx.GraphModule):
+        return value.code
     if isinstance(value, (tuple, list)):
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, dict):
@@ -127,7 +129,7 @@ def call_of(node: fx.Node, hints: Mapping[str, int]) -> Call:
 
 def _outputs(value: Any, hints: Mapping[str, int], node: fx.Node) -> Iterator[TensorSpec | None]:
     storages: dict[int, int] = {}
-    for leaf in compat.tree_leaves(value):
+    for leaf in parts_of(value):
         if isinstance(leaf, torch.Tensor):
             owner = storages.setdefault(compat.storage_key(leaf), len(storages))
             yield _describe(leaf, owner, hints, node)
@@ -135,16 +137,23 @@ def _outputs(value: Any, hints: Mapping[str, int], node: fx.Node) -> Iterator[Te
             yield None
 
 
+def parts_of(value: Any) -> Iterator[Any]:
+    """Leaves of what an op returns; sparse tensors as the tensors that hold their bytes."""
+    for leaf in compat.tree_leaves(value):
+        yield from compat.strided_parts(leaf) if isinstance(leaf, torch.Tensor) else (leaf,)
+
+
 def _describe(value: Any, owner: int, hints: Mapping[str, int], node: fx.Node) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         shape, stride = _numbers(value.shape, hints), _numbers(value.stride(), hints)
         nbytes = int(_number(compat.storage_nbytes(value), hints))
         return TensorSpec(shape, stride, value.dtype, str(value.device), owner, nbytes)
-    if isinstance(value, (int, float, bool)):
+    if isinstance(value, (int, float, bool, fx.GraphModule)):
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _number(value, hints)
-    raise VerifyError(f"{node.name}: no tensor or number in its metadata, but {type(value).__name__}")
+    kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+    raise VerifyError(f"{node.name}: no strided tensor or number in its metadata, but {kind}")
 
 
 def _numbers(values: Iterable[Any], hints: Mapping[str, int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fxmem.ir.program import Program
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
-from fxmem.schedule.simulate import SimResult, simulate
+from fxmem.schedule.simulate import SimResult, simulate, without_unread_states
 
 Kind = Literal["parameter", "input", "saved", "gradient", "output", "temporary", "workspace", "resident"]
 
@@ -90,7 +90,7 @@ def plain_actions(program: Program) -> tuple[Action, ...]:
     scheduled = [op for op in program.ops if not program.is_folded(op) and not (op.is_input and op.region == "forward")]
     forward = [Compute(op.index) for op in scheduled if op.region == "forward"]
     backward = [Compute(op.index) for op in scheduled if op.region == "backward"]
-    return (*forward, StartBackward(), *backward)
+    return without_unread_states(program, (*forward, StartBackward(), *backward))
 
 
 def liveness(program: Program, actions: Sequence[Action] | None = None) -> Liveness:

@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from fxmem import compat
 from fxmem.analysis import cache
-from fxmem.analysis.calls import Call, TensorSpec
+from fxmem.analysis.calls import Call, TensorSpec, parts_of
 from fxmem.units import align_up
 
 _MEMORY_SHARE = 4  # an op may use at most this part of the free memory for its arguments and outputs: 1 / 4
@@ -143,7 +143,15 @@ def _undisturbed(device: str) -> Iterator[None]:
 
 
 def measure_call(call: Call) -> Measured:
-    """Run `call` alone. Raises CannotProfile when it needs too much memory, and whatever the op itself raises."""
+    """Run `call` alone, of several branches each: the worst counts.
+
+    Raises CannotProfile when it needs too much memory or may never end, and whatever the op itself raises.
+    """
+    if call.op_name.startswith("while_loop"):
+        raise CannotProfile("how often its body runs depends on values")
+    if call.op_name == "cond" and isinstance(call.args[0], TensorSpec):
+        branches = [measure_call(replace(call, args=(taken, *call.args[1:]))) for taken in (True, False)]
+        return max(branches, key=lambda measured: (measured.workspace_bytes, measured.seconds))
     needed = call.moved_bytes
     if needed * _MEMORY_SHARE > free_bytes(call.device):
         raise CannotProfile(f"its {needed} bytes are more than a quarter of the free memory")
@@ -187,7 +195,7 @@ def _storage_bytes(call: Call, outputs: Any, arguments: Mapping[int, torch.Tenso
     """Allocated bytes per distinct output storage of the metadata; -1 where the real op returned an alias."""
     seen = {compat.storage_key(tensor) for tensor in arguments.values()}
     by_owner: dict[int, int] = {}
-    for spec, real in zip(call.outputs, compat.tree_leaves(outputs), strict=True):
+    for spec, real in zip(call.outputs, parts_of(outputs), strict=True):
         if spec is None or spec.owner in by_owner:
             continue
         if not isinstance(real, torch.Tensor):

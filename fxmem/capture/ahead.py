@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxmem import compat
 from fxmem.capture.backend import make_backend
 from fxmem.capture.direct import trace
-from fxmem.capture.errors import as_capture_error
+from fxmem.capture.errors import as_capture_error, graph_break
 from fxmem.capture.fakes import Fakes
 from fxmem.capture.joint import JointGraph
 from fxmem.errors import CaptureError
@@ -30,7 +30,10 @@ class _Captured(BaseException):
 
 
 class _GraphBreak(Exception):
-    """Dynamo can't make one graph of the callable."""
+    """Dynamo can't make one graph of the callable, for this `reason`."""
+
+    def __init__(self, reason: CaptureError) -> None:
+        self.reason = reason
 
 
 def capture(
@@ -55,22 +58,44 @@ def capture(
     A model that breaks into several graphs is run on fake tensors from one to the next, which fails where the code
     between them needs a value. Raises CaptureError with the model's line.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore"))  # Dynamo's own: as errors they would stop it
-        stack.enter_context(compat.no_modes())
-        stack.enter_context(_kept_random_state())
-        stack.enter_context(compat.quiet_dynamo(dynamic))
-        stack.enter_context(torch.set_grad_enabled(train))
-        fakes = Fakes(function, (args, dict(kwargs or {})), device)
-        fake_args, fake_kwargs = stack.enter_context(fakes.installed())
+    fakes = Fakes(function, (args, dict(kwargs or {})), device)
+    with _without_effects(train, dynamic), fakes.installed() as (fake_args, fake_kwargs):
         if frontend == "aot":
             if dynamic:
                 raise CaptureError('symbolic sizes need frontend="dynamo"')
             return [trace(function, tuple(fake_args), fake_kwargs, fakes.mode)]
         try:
             return [_only_graph(function, fake_args, fake_kwargs, dynamic)]
-        except _GraphBreak:
-            return _all_graphs(function, fake_args, fake_kwargs, dynamic, fakes.mode)
+        except _GraphBreak as broken:
+            return _all_graphs(function, fake_args, fake_kwargs, dynamic, fakes.mode, broken.reason)
+
+
+def first_break(
+    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> CaptureError | None:
+    """Where and why torch breaks the graph of a call first, and what helps; None if it is one graph. Nothing is run."""
+    fakes = Fakes(function, (args, dict(kwargs or {})), None)
+    with _without_effects(train=True, dynamic=False), fakes.installed() as (fake_args, fake_kwargs):
+        try:
+            _only_graph(function, fake_args, fake_kwargs, dynamic=False)
+        except _GraphBreak as broken:
+            return broken.reason
+        except CaptureError as error:
+            return error
+    return None
+
+
+@contextlib.contextmanager
+def _without_effects(train: bool, dynamic: bool) -> Iterator[None]:
+    """Dynamo and autograd inside as asked for, everything afterwards as before."""
+    with (
+        warnings.catch_warnings(action="ignore"),  # Dynamo's own: as errors they would stop it
+        compat.no_modes(),
+        _kept_random_state(),
+        compat.quiet_dynamo(dynamic),
+        torch.set_grad_enabled(train),
+    ):
+        yield
 
 
 def _only_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool) -> JointGraph:
@@ -88,14 +113,19 @@ def _only_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: b
     except CaptureError:
         raise
     except Exception as error:
-        raise _GraphBreak from error
+        raise _GraphBreak(graph_break(error)) from error
     raise CaptureError(_NOTHING, _where(function))
 
 
 def _all_graphs(
-    function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool, mode: compat.FakeTensorMode
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    dynamic: bool,
+    mode: compat.FakeTensorMode,
+    reason: CaptureError,
 ) -> list[JointGraph]:
-    """Every graph of a callable that Dynamo breaks, run on fake tensors in between."""
+    """Every graph of a callable that Dynamo breaks for `reason`, run on fake tensors in between."""
     found: list[JointGraph] = []
 
     def keep(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -114,10 +144,12 @@ def _all_graphs(
     compiled = compat.isolated_compile(function, backend, dynamic=dynamic)
     try:
         compiled(*args, **kwargs)
+    except compat.exceptions_allowed_to_be_fallback as error:  # what lies between the graphs needs a value
+        raise graph_break(error) from error
     except Exception as error:
         raise as_capture_error(error) from error
     if not found:
-        raise CaptureError(_NOTHING, _where(function))
+        raise reason
     return found
 
 

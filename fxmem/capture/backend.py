@@ -73,7 +73,12 @@ def make_backend(
             partition_fn=partition_fn,
             keep_inference_input_mutations=True,
         )
-        with compat.no_aot_cache(), compat.no_idle_checks(module), capture_errors():
+        with (
+            compat.no_aot_cache(),
+            compat.no_idle_checks(module),
+            compat.trainable_lstms(),
+            capture_errors(falls_back=True),
+        ):
             compiled: Callable[..., Any] = aot(module, [compat.fake_in_current_mode(x) for x in example_inputs])
         return compiled
 

@@ -33,6 +33,7 @@ def trace(
         raise CaptureError('frontend="aot" captures nn.Module only; use frontend="dynamo" for other callables')
     with capture_errors(), contextlib.ExitStack() as stack:
         stack.enter_context(compat.no_aot_cache())
+        stack.enter_context(compat.trainable_lstms())
         stack.enter_context(compat.seen_as_compiling())
         stack.enter_context(mode)
         graph = compat.aot_export_joint(stack, module, args, kwargs)

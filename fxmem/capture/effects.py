@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ from fxmem import compat
 
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
+)
+_CONTROL_FLOW = frozenset(
+    {
+        "associative_scan",
+        "cond",
+        "flex_attention",
+        "flex_attention_backward",
+        "scan",
+        "while_loop",
+        "while_loop_stack_output",
+    }
 )
 
 
@@ -30,12 +42,30 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Is running the op twice known to be harmless? Ops without a schema (higher-order ones) may do anything."""
+    """Is running the op twice known to be harmless? Other ops without a schema than control flow may do anything."""
     if node.op != "call_function":
         return True
     if isinstance(node.target, compat.OpOverload):
         return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return node.target.name() in _CONTROL_FLOW and all(map(_has_no_effect, _inner_nodes(node)))
     return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes of the graphs that control flow takes as arguments, nested ones included."""
+    graphs = [n.meta.get("val") for n in node.all_input_nodes]
+    for module in {m for graph in graphs if isinstance(graph, fx.GraphModule) for m in graph.modules()}:
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _has_no_effect(node: fx.Node) -> bool:
+    """For nodes inside of control flow, whose own nested graphs `_inner_nodes` goes through."""
+    schema = getattr(node.target, "_schema", None)
+    is_control_flow = isinstance(node.target, compat.HigherOrderOperator) and node.target.name() in _CONTROL_FLOW
+    is_mutable = schema is not None and schema.is_mutable
+    return (is_control_flow or is_pure(node)) and not (is_mutable or is_random(node) or is_collective(node))
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -2,12 +2,14 @@
 
 Nodes stand in the order: forward inputs, constants, forward ops, in-place updates of inputs, tangents, backward ops,
 output. AOTAutograd leaves tangents before the forward ops and updates after the backward ones; here the order is the
-order of execution, so that the position of a node is the index of its op in a Program.
+order of execution, so that the position of a node is the index of its op in a Program. Right before a random op that
+may be replayed stands the node that reads the state it draws from.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,10 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.draws import save_states
 from fxmem.capture.duplicates import merge_duplicates
 from fxmem.capture.errors import user_frame
-from fxmem.capture.overwritten import overwritten_inputs, save_overwritten
+from fxmem.capture.overwritten import ancestors, overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
 
 
@@ -89,25 +92,31 @@ def from_aot(
     num_forward_outputs: int,
     static_indices: Iterable[int] = (),
     input_sources: Sequence[str] = (),
+    replays: bool = True,
 ) -> JointGraph:
     """Normal form of AOTAutograd's joint graph, duplicates merged (the caller's graph is rewritten in place).
 
     `static_indices`: positions of parameters and buffers among the forward inputs. `input_sources`: Dynamo's source
-    of each graph input.
+    of each graph input. `replays`: whoever runs the graph runs its nodes in order, so that random ops can be replayed
+    (`fxmem.capture.draws`).
     """
+    _complete_values(joint)
+    _order_by_execution(joint.graph, num_forward_outputs)
     merge_duplicates(joint.graph)
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs = [n for n in placeholders if not is_tangent(n)]
-    forward = _order_by_execution(joint.graph)
+    forward = _order_by_execution(joint.graph, num_forward_outputs)
     mutated = overwritten_inputs(joint.graph, inputs, forward)
-    num_clones = save_overwritten(joint.graph, mutated, forward) if mutated else 0
+    num_added = save_overwritten(joint.graph, mutated, forward) if mutated else 0
+    if replays and len(inputs) < len(placeholders):
+        num_added += save_states(joint.graph, forward)
     joint.graph.lint()
     joint.recompile()
     static = [inputs[i] for i in static_indices if i < len(inputs)]
     return JointGraph(
         graph_module=joint,
         num_forward_outputs=num_forward_outputs,
-        num_forward_nodes=len(forward) + num_clones,
+        num_forward_nodes=len(forward) + num_added,
         static_inputs=tuple(n.name for n in static),
         names=_qualified_names(static, input_sources),
         mutated_inputs=tuple(n.name for n in mutated),
@@ -122,7 +131,19 @@ def is_tangent(node: fx.Node) -> bool:
     )
 
 
-def _order_by_execution(graph: fx.Graph) -> list[fx.Node]:
+def _complete_values(module: fx.GraphModule) -> None:
+    """Give a value to nodes that the tracer leaves without: a branch or loop body is a graph, an assertion is None."""
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            continue
+        if node.op == "get_attr":
+            attribute = operator.attrgetter(node.target)(module)
+            node.meta |= {"val": attribute} if isinstance(attribute, fx.GraphModule) else {}
+        elif isinstance(node.target, compat.OpOverload) and not node.target._schema.returns:
+            node.meta["val"] = None
+
+
+def _order_by_execution(graph: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
     """Reorder (see the module's docstring); returns the nodes before the first of backward."""
     nodes = [n for n in graph.nodes if n.op != "output"]
     inputs = [n for n in nodes if n.op == "placeholder" and not is_tangent(n)]
@@ -134,8 +155,11 @@ def _order_by_execution(graph: fx.Graph) -> list[fx.Node]:
     last = max((i for i, n in enumerate(ops) if n.meta.get("partitioner_tag") == "is_forward"), default=-1)
     if not tangents:
         last = len(ops) - 1
-    forward = [*inputs, *constants, *ops[: last + 1], *updates]
-    _move(graph, [*forward, *tangents, *ops[last + 1 :]])
+    returned = [n for n in graph.output_node().args[0][:num_forward_outputs] if isinstance(n, fx.Node)]
+    needed = ancestors([*returned, *updates])  # what is returned detached, or after its backward's ops, has no tag
+    late = [n for n in ops[last + 1 :] if n in needed]
+    forward = [*inputs, *constants, *ops[: last + 1], *late, *updates]
+    _move(graph, [*forward, *tangents, *(n for n in ops[last + 1 :] if n not in needed)])
     return forward
 
 
@@ -184,10 +208,11 @@ def target_name(node: fx.Node) -> str:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.device.type} {tuple(value.shape)} {value.stride()}"
+        layout = value.stride() if value.layout == torch.strided else value.layout
+        return f"{value.dtype} {value.device.type} {tuple(value.shape)} {layout}"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_describe, value))})"
-    return str(value)
+    return value.code if isinstance(value, fx.GraphModule) else str(value)
 
 
 def require_tensors(joint: JointGraph) -> None:

@@ -52,7 +52,7 @@ def save_overwritten(graph: fx.Graph, mutated: Sequence[fx.Node], forward: Seque
     """
     overwritten = {key for n in mutated for key in _storage_keys(n)}
     in_forward = set(forward)
-    needed = _ancestors(n for n in graph.nodes if n.op != "output" and n not in in_forward)
+    needed = ancestors(n for n in graph.nodes if n.op != "output" and n not in in_forward)
     num_clones = 0
     for node in forward:
         if not overwritten.issuperset(_storage_keys(node)) or not _storage_keys(node) or written_args(node):
@@ -89,7 +89,8 @@ def _first_write(forward: Sequence[fx.Node]) -> fx.Node:
     return next((n for n in forward if written_args(n)), forward[-1].next)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all that they depend on."""
     seen: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.draws import RNG_STATE, state_name
 from fxmem.capture.effects import is_collective, is_pure, is_random
+from fxmem.capture.hints import checkpoint_of, is_kept
 from fxmem.capture.joint import JointGraph, target_name
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
@@ -28,7 +31,10 @@ def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
     ids = {node: storages.of(node) for node in nodes}
     last_write = _last_writes(joint, nodes, ids)
     labels = _labels(joint)
-    ops = tuple(_op(joint, node, index, ids, last_write, labels.get(node.name, "")) for node in nodes)
+    states = {node.name: node for node in nodes if node.target is RNG_STATE}
+    kept = {s for node in nodes[: joint.num_forward_nodes] if is_kept(node) for s in ids[node]}
+    ops = tuple(_op(joint, node, index, ids, last_write, states, kept, labels.get(node.name, "")) for node in nodes)
+    ops = _with_hints(ops, nodes[: joint.num_forward_nodes])
     outputs = joint.outputs
     forward, backward = outputs[: joint.num_forward_outputs], outputs[joint.num_forward_outputs :]
     return Program(
@@ -65,7 +71,7 @@ class _Storages:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from compat.strided_parts(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
@@ -77,30 +83,45 @@ def _op(
     index: Mapping[fx.Node, int],
     ids: Mapping[fx.Node, tuple[int, ...]],
     last_write: Mapping[int, int],
+    states: Mapping[str, fx.Node],
+    kept: Set[int],
     label: str,
 ) -> Op:
     position = index[node]
     region: Region = "forward" if position < joint.num_forward_nodes else "backward"
     if node.op == "call_function" and "val" not in node.meta:
         raise CaptureError(f"op {node.name} ({node.target}) has no known size", joint.sources.get(node.name))
-    args = tuple(index[n] for n in node.all_input_nodes)
+    args = [index[n] for n in node.all_input_nodes]
     mutates = tuple(dict.fromkeys(s for argument in written_args(node) for s in ids[argument]))
     random, collective = is_random(node), is_collective(node)
+    state = states.get(state_name(node) or "") if random else None
+    once = collective or mutates or not kept.isdisjoint(ids[node]) or not is_pure(node)
     overwritten = any(last_write.get(s, -1) > position for n in node.all_input_nodes for s in ids[n])
     return Op(
         index=position,
         name=node.name,
         target=target_name(node),
         region=region,
-        args=args,
+        args=tuple(args if state is None else [*args, index[state]]),
         storages=ids[node],
         is_input=node.op in ("placeholder", "get_attr"),
         mutates=mutates,
         is_random=random,
         is_collective=collective,
-        recomputable=not (random or collective or mutates or overwritten) and is_pure(node),
+        recomputable=not (once or overwritten or (random and state is None)),
         source=joint.sources.get(node.name, ""),
         label=label,
+    )
+
+
+def _with_hints(ops: tuple[Op, ...], forward: Sequence[fx.Node]) -> tuple[Op, ...]:
+    """Mark the ops whose results the model's own checkpoints would not save: nothing outside the region reads them."""
+    region = [checkpoint_of(node) for node in forward]
+    left = {a for op in ops[: len(forward)] for a in op.args if region[a] != region[op.index]}
+    leaving = {s for a in left for s in ops[a].storages}
+    return tuple(
+        replace(op, hint="recompute") if position is not None and leaving.isdisjoint(op.storages) else op
+        for op, position in zip(ops, [*region, *(None for _ in ops[len(forward) :])], strict=True)
     )
 
 

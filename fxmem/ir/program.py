@@ -21,6 +21,7 @@ from fxmem.ir import sizes
 from fxmem.units import format_bytes
 
 Region = Literal["forward", "backward"]
+Hint = Literal["", "recompute"]
 Size: TypeAlias = int | sympy.Expr
 
 
@@ -40,6 +41,8 @@ class Op:
     `args`: indices of the ops whose outputs it takes. `storages`: ids of the storages its outputs live in (none for
     scalars). `mutates`: ids of storages it writes in place. `workspace_bytes`: allocated and released within the op,
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
+    A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
+    `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
     """
 
@@ -56,6 +59,7 @@ class Op:
     is_random: bool = False
     is_collective: bool = False
     recomputable: bool = True
+    hint: Hint = ""
     source: str = ""
     label: str = ""
 
@@ -74,6 +78,7 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
+    `released`: forward outputs that nobody holds any more when backward starts.
     """
 
     name: str
@@ -85,6 +90,7 @@ class Program:
     hints: Mapping[str, int] = field(default_factory=dict)
     extra_resident_bytes: int = 0
     graph: str = ""
+    released: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         verify_program(self)
@@ -115,6 +121,18 @@ class Program:
     def _reads(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(dict.fromkeys(s for arg in op.args for s in self.ops[arg].storages)) for op in self.ops)
 
+    def state_op(self, op: Op) -> Op | None:
+        """The op that reads the generator's state before the recomputable random `op` draws; None for other ops.
+
+        Only a second run of `op` reads that state, to draw the same again; without one it need not be read at all.
+        """
+        return self.ops[op.args[-1]] if op.is_random and op.recomputable else None
+
+    @cached_property
+    def states(self) -> frozenset[int]:
+        """Indices of the ops that read a generator's state for a random op."""
+        return frozenset(state.index for op in self.ops if (state := self.state_op(op)) is not None)
+
     def is_folded(self, op: Op) -> bool:
         """Views, getitems and scalar ops: no bytes of their own, re-derived from their base wherever needed."""
         return not (op.is_input or self.allocates(op) or op.mutates or op.is_random or op.is_collective)
@@ -132,7 +150,8 @@ class Program:
     def kept(self) -> frozenset[int]:
         """Storages that stay to the end once they are there: what is returned, and tangents (autograd holds them)."""
         tangents = (op.index for op in self.ops if op.is_input and op.region == "backward")
-        returned = (*self.forward_outputs, *self.backward_outputs, *tangents)
+        held = (index for index in self.forward_outputs if index not in self.released)
+        returned = (*held, *self.backward_outputs, *tangents)
         return frozenset(s for index in returned for s in self.ops[index].storages)
 
     @property
@@ -211,6 +230,7 @@ class Program:
             "hints": dict(self.hints),
             "extra_resident_bytes": self.extra_resident_bytes,
             "graph": self.graph,
+            "released": list(self.released),
         }
 
     @classmethod
@@ -230,6 +250,7 @@ class Program:
             hints=dict(data.get("hints", {})),
             extra_resident_bytes=data.get("extra_resident_bytes", 0),
             graph=data.get("graph", ""),
+            released=tuple(data.get("released", ())),
         )
 
     @classmethod
@@ -255,6 +276,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "random": op.is_random,
         "collective": op.is_collective,
         "recomputable": op.recomputable,
+        "hint": op.hint,
         "source": op.source,
         "label": op.label,
     }
@@ -278,6 +300,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         is_random=is_random,
         is_collective=data.get("collective", False),
         recomputable=data.get("recomputable", not is_random),
+        hint=data.get("hint", ""),
         source=data.get("source", ""),
         label=data.get("label", ""),
     )
@@ -304,6 +327,12 @@ def _show(nbytes: Size) -> str:
     return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
 
 
+def _has_state(program: Program, op: Op) -> bool:
+    """Is the last argument of `op` drawn in turn (so before `op`, once), from nothing, into a storage of its own?"""
+    state = program.ops[op.args[-1]] if op.args else None
+    return state is not None and state.is_random and not state.recomputable and not state.args and bool(state.storages)
+
+
 def verify_program(program: Program) -> None:
     """Raise VerifyError unless indices, order, regions, storages and outputs are consistent."""
 
@@ -318,8 +347,11 @@ def verify_program(program: Program) -> None:
         check(all(0 <= a < position for a in op.args), f"op {op.name} uses a later op")
         check(all(0 <= s < num_storages for s in (*op.storages, *op.mutates)), f"op {op.name} names an unknown storage")
         check(
-            not (op.recomputable and (op.is_random or op.mutates or op.is_collective)),
-            f"op {op.name} has effects but is recomputable",
+            not (op.recomputable and (op.mutates or op.is_collective)), f"op {op.name} has effects but is recomputable"
+        )
+        check(
+            not (op.recomputable and op.is_random) or _has_state(program, op),
+            f"op {op.name} is random and recomputable, but its last argument is no state to draw from",
         )
         on_backward = [program.ops[a].name for a in op.args if program.ops[a].region == "backward"]
         check(op.region == "backward" or not on_backward, f"forward op {op.name} depends on backward's {on_backward}")

@@ -29,7 +29,8 @@ saved then (recomputed pieces stand there while they are used)."""
 SMALL_PEAKS = (1.02, 1.1, 1.25)
 """Limits on the peak where room is short, in units of the least that any schedule has."""
 SPEND_S = 6.0
-"""Seconds of solving after which a stage is content with what it has found for other rooms and counts, if that fits."""
+"""Seconds of solving, for rooms that were enough, after which a stage is content with what it has found for other rooms
+and counts, if that fits."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class StagePlanner:
                 if fitting():
                     break
                 self._solve_under(limit, room_bytes, in_flight)
-            self._spent_s += self._options.effort.now() - started
+            self._spent_s += self._options.effort.now() - started if fitting() else 0.0
         if found := fitting():
             return min(found, key=lambda made: made.extra_s)
         return min(made.need_bytes(in_flight) for made in (whole, *self._found))

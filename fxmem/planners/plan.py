@@ -18,6 +18,8 @@ from fxmem.ir.program import Program
 from fxmem.planners import Options, get_planner
 from fxmem.planners.plan_file import parse, verify_plan_data, verify_sizes
 from fxmem.planners.problem import Problem, reduce_program
+from fxmem.planners.recompute.checkpoints import checkpointed
+from fxmem.planners.registry import Solution
 from fxmem.planners.smallest import solve
 from fxmem.schedule import Action, Machine, SimResult, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
@@ -230,28 +232,43 @@ def baseline_actions(problem: Problem) -> tuple[Action, ...]:
 def make_plan(program: Program, budget: Budget, planner: str = "auto", options: Options | None = None) -> Plan:
     """Plan `program` under `budget` with the planner of that name.
 
-    Raises OptionError (malformed budget, unknown planner) and BudgetInfeasible.
+    A model's checkpoints (torch's, `fxmem.recompute`) are the plan without a budget, and no plan peaks higher than they
+    do. Raises OptionError (malformed budget, unknown planner) and BudgetInfeasible.
     """
     options = options or Options()
     limit = resolve_budget(budget)
     get_planner(planner)  # an unknown name is an error without a budget, too
     problem = reduce_program(program)
     started = time.perf_counter()
+    wish = checkpointed(problem)
     if limit is None:
-        actions = baseline_actions(problem)
-        return replace(judge(program, actions, "none", None, options.machine), notes={"why": "no budget"})
+        found = wish or Solution(baseline_actions(problem), notes={"why": "no budget"})
+        return replace(judge(program, found.actions, "none", None, options.machine), notes=found.notes)
     if limit == "min":
         limit = _smallest_budget(problem, planner, options)
     elif isinstance(limit, float):
         limit = int(limit * simulate(program, baseline_actions(problem)).peak_bytes)
     try:
-        solution = solve(planner, problem, limit, options)
+        found = _solve(planner, problem, limit, options, wish)
     except BudgetInfeasible as error:
         raise error.of(budget, program.shown) from None
     solve_s = time.perf_counter() - started
-    plan = judge(program, solution.actions, planner, limit, options.machine)
-    lower_bound_s = max(0.0, solution.lower_bound_s - ROUNDING * plan.baseline_s)
-    return replace(plan, lower_bound_s=lower_bound_s, notes=solution.notes, solve_s=solve_s)
+    plan = judge(program, found.actions, planner, limit, options.machine)
+    lower_bound_s = max(0.0, found.lower_bound_s - ROUNDING * plan.baseline_s)
+    return replace(plan, lower_bound_s=lower_bound_s, notes=found.notes, solve_s=solve_s)
+
+
+def _solve(planner: str, problem: Problem, limit: int, options: Options, wish: Solution | None) -> Solution:
+    """The planner's answer, under what the model's checkpoints need if that is less: theirs if it finds none there."""
+    if wish is None:
+        return solve(planner, problem, limit, options)
+    need_bytes = simulate(problem.program, wish.actions, options.machine).peak_bytes
+    try:
+        return solve(planner, problem, min(limit, need_bytes), options)
+    except BudgetInfeasible:
+        if need_bytes > limit:
+            raise
+        return wish
 
 
 def _smallest_budget(problem: Problem, planner: str, options: Options) -> int:

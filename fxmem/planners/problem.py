@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fxmem.ir.program import Op, Program
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
-from fxmem.schedule.simulate import resident_bytes
+from fxmem.schedule.simulate import resident_bytes, without_unread_states
 
 IntArray = npt.NDArray[np.int64]
 
@@ -20,10 +20,12 @@ IntArray = npt.NDArray[np.int64]
 class Problem:
     """Kernels 0..N-1: forward's in captured order (`num_forward`), then backward's; storages keep their ids 0..S-1.
 
-    `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. In CSR form kernel k reads
+    `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. `must_run[k]`: it runs in
+    its place whether its results are needed there or not. In CSR form kernel k reads
     read_idx[read_ptr[k]:read_ptr[k+1]] and creates write_idx[write_ptr[k]:write_ptr[k+1]]; resident storages (forward
     inputs) are not listed. `nbytes[s]`; `producer[s]`: kernel, or -1 (resident or unneeded); `keep_to_end[s]`: see
     `Program.kept`. `base_bytes`: on the device throughout. Tangents are zero-time, non-recomputable backward kernels.
+    A random op reads the state that it draws from at its first run, too: a few KiB at most more than it really does.
     """
 
     program: Program
@@ -32,6 +34,7 @@ class Problem:
     seconds: npt.NDArray[np.float64]
     workspace_bytes: IntArray
     recomputable: npt.NDArray[np.bool_]
+    must_run: npt.NDArray[np.bool_]
     read_ptr: IntArray
     read_idx: IntArray
     write_ptr: IntArray
@@ -93,7 +96,7 @@ class Problem:
             done.add(kernel)
         if position < num_forward_steps:
             out.append(StartBackward())
-        return tuple(out)
+        return without_unread_states(self.program, out)
 
 
 def reduce_program(program: Program) -> Problem:
@@ -114,6 +117,7 @@ def reduce_program(program: Program) -> Problem:
         seconds=np.array([op.seconds for op in kernels], dtype=np.float64),
         workspace_bytes=np.array([op.workspace_bytes for op in kernels], dtype=np.int64),
         recomputable=np.array([op.recomputable and not op.is_input for op in kernels], dtype=np.bool_),
+        must_run=np.array([op.is_random or op.is_input or not op.recomputable for op in kernels], dtype=np.bool_),
         read_ptr=_offsets(reads),
         read_idx=_flat(reads),
         write_ptr=_offsets(writes),

@@ -20,6 +20,8 @@ def solve(planner: str, problem: Problem, budget_bytes: int, options: Options) -
 
     Raises OptionError (unknown planner) and BudgetInfeasible.
     """
+    if problem.num_kernels == 0:
+        return _only(problem, budget_bytes)
     try:
         return get_planner(planner)(problem, budget_bytes, options)
     except BudgetInfeasible as error:
@@ -34,6 +36,15 @@ def solve(planner: str, problem: Problem, budget_bytes: int, options: Options) -
         raise
 
 
+def _only(problem: Problem, budget_bytes: int) -> Solution:
+    """The one schedule of a program that computes nothing. Raises BudgetInfeasible."""
+    actions = problem.actions((), 0)
+    peak_bytes = simulate(problem.program, actions).peak_bytes
+    if peak_bytes > budget_bytes:
+        raise BudgetInfeasible(budget_bytes, peak_bytes)
+    return Solution(actions, notes={"why": "nothing to compute"})
+
+
 def is_valid(actions: tuple[Action, ...], problem: Problem, options: Options) -> bool:
     """Whether there are any, and no tier holds more than it can."""
     return bool(actions) and fits(simulate(problem.program, actions, options.machine), options.machine)
@@ -45,8 +56,8 @@ def _key(planner: str, problem: Problem, options: Options) -> bytes:
     digest = hashlib.blake2b(repr((planner, problem.num_forward, options.tiers, sorted(options.pinned))).encode())
     digest.update(repr((sorted(machine.links), sorted(machine.capacity_bytes.items()))).encode())
     for array in (
-        problem.kernel_op, problem.workspace_bytes, problem.recomputable, problem.read_ptr, problem.read_idx,
-        problem.write_ptr, problem.write_idx, problem.nbytes, problem.keep_to_end,
+        problem.kernel_op, problem.workspace_bytes, problem.recomputable, problem.must_run, problem.read_ptr,
+        problem.read_idx, problem.write_ptr, problem.write_idx, problem.nbytes, problem.keep_to_end,
     ):  # fmt: skip
         digest.update(array.tobytes())
     return digest.digest()

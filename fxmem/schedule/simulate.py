@@ -108,12 +108,23 @@ def resident_bytes(program: Program) -> int:
 def reads_of(program: Program, action: Action) -> Iterable[int]:
     """Storages whose device bytes must hold their value when `action` runs."""
     match action:
+        case Compute(op) if (state := program.state_op(program.ops[op])) is not None:
+            return tuple(s for s in program.reads(program.ops[op]) if s not in state.storages)
         case Compute(op) | Recompute(op):
             return (*program.reads(program.ops[op]), *program.ops[op].mutates)
         case Offload(storage):
             return (storage,)
         case _:
             return ()
+
+
+def without_unread_states(program: Program, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """`actions` without reading those states of generators that no second run of a random op asks for."""
+    if not program.states:
+        return tuple(actions)
+    read = {storage for action in actions for storage in reads_of(program, action)}
+    unread = {index for index in program.states if read.isdisjoint(program.ops[index].storages)}
+    return tuple(a for a in actions if not (isinstance(a, Compute) and a.op in unread))
 
 
 def writes_of(program: Program, action: Action) -> Iterable[int]:
@@ -151,6 +162,7 @@ class _Walk:
         self.computed: set[int] = set()
         self.done: list[tuple[int, int, int]] = []
         self.backward = False
+        self.last_draw = -1  # the random op that ran last for the first time: they run in captured order
 
     def fail(self, step: int, action: Action, why: str) -> None:
         raise VerifyError(f"schedule of {self.program.name}, step {step}, {action}: {why}")
@@ -173,6 +185,8 @@ class _Walk:
                 if self.backward:
                     self.fail(step, action, "backward started twice")
                 self.backward = True
+                for index in self.program.released:  # alive until forward has returned it
+                    self.last.update((s, step) for s in self.program.ops[index].storages if s in self.born)
             case Offload(storage):
                 if storage in self.resident or storage in self.copied:
                     self.fail(step, action, "it is resident or already offloaded")
@@ -204,6 +218,9 @@ class _Walk:
         again = isinstance(action, Recompute)
         if again != (index in self.computed):
             self.fail(step, action, "computed twice" if not again else "recomputed before it was computed")
+        if op.is_random and not again and index < self.last_draw:
+            self.fail(step, action, f"{self.program.ops[self.last_draw].name} has drawn before it")
+        self.last_draw = max(self.last_draw, index if op.is_random else -1)
         if again and not op.recomputable:
             self.fail(step, action, f"{op.name} may not run twice")
         if not self.backward and op.region == "backward":
@@ -231,7 +248,8 @@ class _Walk:
         return self.program.ops[self.program.producer[storage]].name
 
     def finish(self) -> list[tuple[int, int, int]]:
-        for index in (*self.program.forward_outputs, *self.program.backward_outputs):
+        kept = (i for i in self.program.forward_outputs if i not in self.program.released)
+        for index in (*kept, *self.program.backward_outputs):
             for storage in self.program.ops[index].storages:
                 if storage not in self.born and storage not in self.resident:
                     raise VerifyError(

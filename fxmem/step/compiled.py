@@ -1,10 +1,16 @@
-"""A compiled training step: plans each captured graph, verifies the measured peak, plans again when it is exceeded."""
+"""A compiled training step: learns which graphs a step runs, plans them under one budget, and holds every step to it.
+
+A step is what ran (`episode`): graphs that Dynamo captured are alternatives until they are seen together. The first
+step of a kind is planned graph by graph for what stands at that moment, and measured. From then on the kind is known
+(`known`): its graphs are planned as one program with what was measured beside them, and looked up, not planned again.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,234 +20,473 @@ from torch import fx, nn
 
 from fxmem import compat
 from fxmem.budget import Budget, resolve_budget
-from fxmem.capture import JointGraph
 from fxmem.capture.errors import unwrapped_errors
 from fxmem.errors import BudgetInfeasible, CaptureError
 from fxmem.ir.program import Program
 from fxmem.options import Settings
-from fxmem.passes import rewrite
-from fxmem.passes.offload import open_transfers
-from fxmem.planners.plan import Plan
+from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
-from fxmem.schedule import StartBackward
-from fxmem.step.graph_plan import plan_graph
+from fxmem.schedule import Machine, simulate
+from fxmem.step.episode import Call, Episode, Key, Level
+from fxmem.step.graph import Graph, Variant, storages_of
+from fxmem.step.graph_plan import plan_joined, plan_program
 from fxmem.step.held_tensors import reachable_tensors, storages
-from fxmem.step.lower import backend, split
-from fxmem.step.measurement import MemoryTrace, device_of
+from fxmem.step.joined import Joined, Segment
+from fxmem.step.known import Known, learn, unplanned_bytes
+from fxmem.step.measurement import device_of, paused
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.step.sampling import Sampling
 
 NUM_RETRIES = 3
 _MARGIN = 0.01  # of the budget, per retry after the first
+_SLACK = 0.02  # of the budget: so much left over is worth another plan
+_WORTH = 0.01  # of a step: extra time worth another plan
+_LOSS = 2  # times the gradients of the outputs: what a loss outside of the model is taken to hold, until it was seen
+_SMALLEST = "made for the smallest budget"
+_SMALL_BYTES = 4096  # a loss is a number: nothing follows it
 _LOGGER = logging.getLogger("fxmem")
+_NUM_RECENT = 16  # kinds of steps that are measured until one measurement of each has held
+_owners = itertools.count()
 
 
 class Step:
-    """What the graphs of one training step share: the budget, its verification, the plans.
+    """What the graphs of one compiled callable share: the budget, its verification, the plans.
 
-    `measured_peak_bytes`: of the step that was verified. After a measurement over the budget `excess_bytes` more are
-    taken to stand beside the graphs. `generation` counts how often everything was to be planned again.
+    `measured_peak_bytes`: of the last step that was measured. `num_retries`: how often a kind of step was planned again
+    because a measurement was over the budget.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         self.function = function
         self.settings = settings
-        self.graphs: list[Graph] = []
-        self.generation = 0
-        self.excess_bytes = 0
-        self.measured_peak_bytes: int | None = None
-        self._trace: MemoryTrace | None = None
-        self._start_bytes = 0
-        self._failure: BudgetInfeasible | None = None
         self.parameters = parameters_of(function)
+        self.num_retries = 0
+        self.excess_bytes = 0
+        self._measured_peak_bytes: int | None = None
+        self._number = next(_owners)
+        self._recent: deque[Known] = deque(maxlen=_NUM_RECENT)
+        self._carried: list[Call] = []
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._known: dict[tuple[Key, ...], Known] = {}
+        self._episode: Episode | None = None
+        self._ended: Episode | None = None
+        self._last: list[Plan] = []
+        self._whole: Plan | None = None
+        self._budget_bytes: int | None = None  # what a fraction or "min" came to
+        self._arguments: tuple[Any, ...] | None = None
         self._gradient_bytes = 0
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
-        self.num_retries = 0
-        self._num_verified = 0
+        self._num_calls = itertools.count()
+        self._num_runs = 0
+        self._sampling = Sampling()
+
+    # what a user reads
 
     @property
     def plans(self) -> list[Plan]:
-        """One per captured training graph, in order of capture; until the next call those that the last one ran."""
-        return [graph.plan for graph in self.graphs if graph.plan is not None]
-
-    @property
-    def _valid_plans(self) -> list[Plan]:
-        """The plans made since everything was last to be planned again."""
-        return [graph.plan for graph in self.graphs if graph.plan is not None and not graph.is_stale]
+        """One for each call of a training graph in the step that ran last."""
+        self._settle()
+        return list(self._last)
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; of several graphs, the one with the highest peak.
-
-        Raises LookupError before the first training step.
-        """
-        if not self.plans:
+        """The plan of the step that ran last, all its graphs together. Raises LookupError before the first one."""
+        self._settle()
+        if self._whole is not None:
+            return self._whole
+        if not self._last:
             raise LookupError("nothing is planned before the first training step; fxmem.plan does it ahead of time")
-        return max(self.plans, key=lambda plan: plan.peak_bytes)
+        return max(self._last, key=lambda plan: plan.peak_bytes)
 
-    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The Dynamo backend of this step."""
-        graph = Graph(self, module)
-        self.graphs.append(graph)
-        graph.compile(example_inputs)
-        return graph
-
-    def check(self, args: Sequence[Any]) -> None:
-        """Before a graph runs with `args`: plan again if more gradients exist than the plans count on.
-
-        Raises BudgetInfeasible if an earlier step was measured over the budget and no retry is left.
-        """
-        if self._failure is not None:
-            raise self._failure
-        existing_bytes = gradient_bytes([*self.parameters, *(x for x in args if isinstance(x, nn.Parameter))])
-        if existing_bytes > self._gradient_bytes:
-            self._gradient_bytes = existing_bytes
-            self.plan_again()
-
-    def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
-        try:
-            with unwrapped_errors():
-                result = compiled(*args, **kwargs)
-        except BaseException:
-            if self._trace is not None:  # the backward that would end it may never come, though its roots live on
-                self._trace.abandon()
-            raise
-        if torch.is_grad_enabled() and self.settings.budget is not None and not self.graphs:
-            raise CaptureError("Dynamo found no graph in the step, so it ran without a plan (a graph break in a loop?)")
-        return result
-
-    def set_budget(self, budget: Budget) -> None:
-        """Hold the step to another budget from its next call on. Raises OptionError."""
-        resolve_budget(budget)
-        self.settings = replace(self.settings, budget=budget)
-        self.excess_bytes = self.num_retries = 0
-        self._failure = None
-        for graph in self.graphs:
-            graph.budget_bytes = None
-        self.plan_again()
-
-    def plan_again(self) -> None:
-        """Every graph is planned afresh when it is next called."""
-        self.generation += 1
-        self._num_verified = 0
-
-    def resident_bytes(self, program: Program) -> int:
-        """Bytes beside `program`: parameters not in it, gradients, optimizer state, what earlier graphs saved,
-        and what a measured step took more than was planned."""
-        earlier = self._valid_plans
-        beside = self.excess_bytes + beside_graph_bytes(self.function, program, first_graph=not earlier)
-        return beside + self._gradient_bytes + self._optimizer_bytes + sum(map(_saved_bytes, earlier))
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        self._settle()
+        return self._measured_peak_bytes
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the measured peak is held to; None: no limit, or nothing captured yet."""
-        return max((graph.budget_bytes for graph in self.graphs if graph.budget_bytes is not None), default=None)
+        """What measured peaks are held to; None: no limit, or a fraction of a step that was not seen yet."""
+        if self._budget_bytes is not None:
+            return self._budget_bytes
+        limit = resolve_budget(self.settings.budget)
+        return limit if isinstance(limit, int) else None
 
-    def start_trace(self, args: Sequence[Any]) -> MemoryTrace | None:
-        """Start measuring if a plan in force was not verified yet and no measurement is under way."""
-        if self._num_verified == len(self._valid_plans) or self.budget_bytes is None:
-            return None
-        if self._trace is not None and self._trace.is_running:
-            return None
-        tensors = reachable_tensors((self.function, self.settings.optimizer, args))
-        device = device_of(tensors)
-        self._start_bytes = sum(storages(tensors, device).values())
-        self._trace = MemoryTrace(device, watched=tensors, on_done=self._verify)
-        return self._trace if self._trace.begin() else None
+    def set_budget(self, budget: Budget) -> None:
+        """Hold the step to another budget from its next call on. Raises OptionError."""
+        limit = resolve_budget(budget)
+        self._settle()
+        self.settings = replace(self.settings, budget=budget)
+        self.excess_bytes = self.num_retries = 0
+        self._budget_bytes = None
+        for known in self._known.values():
+            known.margin_bytes = known.num_retries = 0
+            known.failure, known.needs_plan = None, True
+            known.is_improved = known.is_verified = known.is_least = False
+        if isinstance(limit, float) and self._known:
+            self._fix_fraction(max(known.unplanned_bytes for known in self._known.values()))
 
-    def _verify(self, trace: MemoryTrace) -> None:
-        """Compare the measured peak with the budget; after the last retry the next call fails."""
-        if trace.peak_delta_bytes is None or self.budget_bytes is None:
-            return
-        self.measured_peak_bytes = peak_bytes = self._start_bytes + trace.peak_delta_bytes
-        self._num_verified = len(self._valid_plans)
-        over_bytes = peak_bytes - self.budget_bytes
-        if over_bytes <= 0:
-            return
-        if self.num_retries == NUM_RETRIES or self.settings.plan is not None:
-            at_peak = [(row.name, row.nbytes) for row in standing_at_peak(self.plan)[:8]]
-            self._failure = BudgetInfeasible(self.budget_bytes, peak_bytes, at_peak, where=", measured")
-            _LOGGER.error("%s", self._failure)
-            return
-        # The prediction was that much too low; where this does not mend it, the compiled code allocates otherwise than
-        # the graph, and a plan for a few bytes less may change nothing there: each retry asks for more.
-        missing_bytes = max(over_bytes, peak_bytes - self.plan.peak_bytes)
-        self.excess_bytes += missing_bytes + int(_MARGIN * self.num_retries * self.budget_bytes)
-        self.num_retries += 1
-        _LOGGER.info("measured %d bytes over the budget; planned again with %d less", over_bytes, self.excess_bytes)
-        self.plan_again()
+    # running
 
+    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend of this step."""
+        graph = Graph(module, self.settings)
+        arguments = storages_of(example_inputs, self._device)
+        graph.compile(lambda made: self._first_plan(made, {}, arguments), example_inputs)
+        self._graphs.add(graph)
+        if self._episode is not None:
+            self._episode.has_compiled = True
 
-class Graph:
-    """One graph that Dynamo captured: callable, planned and compiled anew whenever the step says so."""
+        def run(*args: Any) -> Any:
+            return self.run(graph, args)
 
-    def __init__(self, step: Step, module: fx.GraphModule) -> None:
-        self.step = step
-        self.module = module
-        self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
-        self.plan: Plan | None = None
-        self.budget_bytes: int | None = None
-        self.sizes: Mapping[str, int] = {}
-        self.generation = self._planned = step.generation
-        self._code: Callable[..., Any] = module
+        return run
+
+    def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
+        self._arguments, before = (args, kwargs), self._num_runs
+        try:
+            if torch.is_grad_enabled():
+                self._open_episode()
+            with unwrapped_errors():
+                result = compiled(*args, **kwargs)
+        except BaseException:
+            if self._episode is not None:
+                self._episode.abandon()  # the backward that would end it may never come, though its roots live on
+                self._episode = None
+            raise
+        finally:
+            self._arguments = None
+        if self._num_runs == before and self.settings.budget is not None:
+            _refuse_unplanned(result)
+        return result
+
+    def run(self, graph: Graph, args: Sequence[Any]) -> Any:
+        """One call of `graph`: what a known step planned for it here, or what suits what stands now."""
+        self._num_runs += 1
+        if not torch.is_grad_enabled() or not graph.has_backward:
+            return graph.variants[0].code(*args)
+        self._see_gradients(args)
+        episode = self._open_episode()
+        values = graph.values(args)
+        key: Key = (graph.number, *sorted(values.items()))
+        known = self._expected(episode, key)
+        if self._is_held and not episode.calls and not episode.is_traced:
+            is_unsure = known is None or not known.is_verified
+            if is_unsure or (self._arguments is None and self._sampling.is_due):
+                self._trace(episode, args)
+        arguments = storages_of(args, self._device) if self._is_held else []
+        origins = episode.origins(arguments) if episode.is_traced else ()
+        position = sum(call.variant.plan is not None for call in episode.calls)
+        variant = known.variants[position] if known else self._suitable(graph, values, arguments)
+        return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
 
     @property
-    def is_stale(self) -> bool:
-        """Was everything to be planned again since this graph was?"""
-        return self._planned != self.step.generation
+    def _is_held(self) -> bool:
+        return self.settings.budget is not None or self.settings.plan is not None
 
-    def compile(self, example_inputs: Sequence[Any]) -> None:
-        """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch."""
-        key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
-        self._code = backend(self._partition, self.step.settings.inner, key)(self.module, example_inputs)
-        self.generation = self.step.generation
+    # episodes
 
-    def __call__(self, *args: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.step.check(args)
-            if self.generation != self.step.generation:
-                self._compile_again()
-            if self.plan is not None and self.plan.program.is_symbolic:
-                self._check_sizes(args)
-            trace = self.step.start_trace(args)
-            if trace is not None:
-                return self._traced(trace, args)
-        return self._code(*args)
+    def _open_episode(self) -> Episode:
+        """The episode that a forward belongs to: a new one after a backward, or where no forward waits for one."""
+        episode = self._episode
+        if episode is not None and not episode.backward_order and (episode.open_calls or not episode.calls):
+            return episode
+        if episode is not None:
+            self._carried += episode.open_calls
+            episode.end()
+        self._settle()
+        self._carried = [call for call in self._carried if call.is_open]
+        self._episode = Episode(self._number, self._noticed_end)
+        is_unsure = not self._recent or not all(known.is_verified for known in self._recent)
+        if self._is_held and self._arguments is not None and (is_unsure or self._sampling.is_due):
+            self._trace(self._episode, ())
+        self._sampling.begin(self._episode.is_traced)
+        return self._episode
 
-    def _traced(self, trace: MemoryTrace, args: Sequence[Any]) -> Any:
-        try:
-            outputs = self._code(*args)
-        except BaseException:
-            trace.abandon()
-            raise
-        trace.end_with_backward_of(outputs)
-        return outputs
+    def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
+        """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
+        is_whole = not more or self._arguments is None
+        tensors = reachable_tensors((self.function, self.settings.optimizer, self._arguments, more))
+        episode.start_trace(tensors, device_of(tensors), is_whole)
+        episode.gradient_bytes = gradient_bytes(self.parameters)
 
-    def _compile_again(self) -> None:
-        with compat.retracing(self.fake_inputs):
-            self.compile(self.fake_inputs)
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.parameters if p.device.type == "cuda"), torch.device("cpu"))
 
-    def _check_sizes(self, args: Sequence[Any]) -> None:
-        """Plan again for the sizes of this call if the plan in force would exceed its budget with them."""
-        plan, values = self.plan, compat.symbol_values(self.fake_inputs, args)
-        if plan is None or plan.budget_bytes is None:
+    def _noticed_end(self) -> None:
+        """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""
+        self._sampling.end()
+        self._ended, self._episode = self._episode, None
+
+    def _settle(self) -> None:
+        """Learn from the episode that ended last."""
+        episode, self._ended = self._ended, None
+        plans = [plan for call in episode.calls if (plan := call.variant.plan) is not None] if episode else []
+        if episode is None or not plans:
             return
-        if plan.peak_bytes_at(values) > plan.budget_bytes:
-            self.sizes = values
-            self.step.plan_again()
-            self._compile_again()
+        known = self._known.get(episode.prefix) if self._is_held else None
+        levels = episode.levels
+        if levels is not None and self._is_held:
+            known = self._learn(episode, levels)
+        self._last, self._whole = plans, known.plan if known is not None else None
+        if known is not None and known not in self._recent:
+            self._recent.append(known)
 
-    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        step = self.step
-        asked = step.settings.budget
-        budget = asked if self.budget_bytes is None or asked == "min" else self.budget_bytes
-        self.plan = plan_graph(joint, step.settings, budget, step.resident_bytes, self.sizes)
-        self.budget_bytes, self._planned = self.plan.budget_bytes, step.generation
-        transfers = open_transfers(self.plan.program, self.plan.actions, step.settings.offload_dir)
-        forward, backward = split(rewrite(joint, self.plan.program, self.plan.actions, transfers.key))
-        owner = backward if step.settings.inner == "eager" else self  # what lives as long as a backward may come
-        weakref.finalize(owner, transfers.close)
-        return forward, backward
+    def _learn(self, episode: Episode, levels: Mapping[Segment, Level]) -> Known:
+        before = self._like(episode.prefix)
+        gradients = self._gradient_bytes - episode.gradient_bytes
+        known = learn(episode, levels, gradients + self._missing_optimizer_bytes())
+        if before is not None:
+            known.num_retries, known.margin_bytes = before.num_retries, before.margin_bytes
+            known.is_improved, known.is_least = before.is_improved, before.is_least
+            if before in self._recent:
+                self._recent.remove(before)
+            if before.prefix != known.prefix and before.unplanned_bytes > known.unplanned_bytes:
+                before.plan, known = known.plan, before  # of larger sizes: the kind to be ready for
+        self._remember(known)
+        self._measured_peak_bytes = episode.peak_bytes
+        if isinstance(resolve_budget(self.settings.budget), float) and self._budget_bytes is None:
+            self._fix_fraction(known.unplanned_bytes)
+        self._verify(known, episode)
+        return known
+
+    def _missing_optimizer_bytes(self) -> int:
+        """Of the named optimizer's state, which counts from the start: what does not exist yet."""
+        optimizer = self.settings.optimizer
+        return self._optimizer_bytes - optimizer_bytes(optimizer) if optimizer is None or not optimizer.state else 0
+
+    def _fix_fraction(self, unplanned_bytes: int) -> None:
+        """A fraction is one of the first step's peak without a plan, in bytes from then on."""
+        share = resolve_budget(self.settings.budget)
+        assert isinstance(share, float)
+        self._budget_bytes = int(share * unplanned_bytes)
+
+    def _remember(self, known: Known) -> None:
+        """Of kinds that begin alike, the most demanding is the one to expect."""
+        numbers = [key[0] for key in known.prefix]
+        several = len(numbers) > 1
+
+        def is_replaced(other: Known) -> bool:
+            return other.prefix == known.prefix or (several and [key[0] for key in other.prefix] == numbers)
+
+        self._known = {p: k for p, k in self._known.items() if k.is_alive and not is_replaced(k)}
+        for length in range(1, len(known.prefix) + 1):
+            other = self._known.get(known.prefix[:length])
+            if other is None or length == len(known.prefix) or other.unplanned_bytes < known.unplanned_bytes:
+                self._known[known.prefix[:length]] = known
+
+    def _see_gradients(self, args: Sequence[Any]) -> None:
+        """More gradients stand than in any step before: they count in every plan from now on."""
+        existing = gradient_bytes([*self.parameters, *(x for x in args if isinstance(x, nn.Parameter))])
+        more = existing - self._gradient_bytes
+        if more <= 0:
+            return
+        self._gradient_bytes = existing
+        limit = resolve_budget(self.settings.budget)
+        if isinstance(limit, float) and self._budget_bytes is not None:
+            self._budget_bytes += int(limit * more)
+        for known in dict.fromkeys(self._known.values()):
+            known.add_bytes(more)
+            limit_bytes = self._limit_of(known)
+            known.needs_plan |= limit_bytes is None or known.plan.peak_bytes > limit_bytes
+
+    # verification
+
+    def _verify(self, known: Known, episode: Episode) -> None:
+        """Compare the measured peak with the budget; after the last retry the next such step fails."""
+        peak_bytes, limit = episode.peak_bytes, self._limit_of(known)
+        known.plan = replace(known.plan, budget_bytes=limit)
+        if limit is None or peak_bytes is None:
+            return
+        if peak_bytes > limit:
+            self._too_much(known, peak_bytes - limit, limit, peak_bytes)
+            return
+        known.is_verified = episode.is_whole and not episode.has_compiled
+        expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
+        has_room = expected_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
+        is_tried = known.is_improved or known.is_least
+        if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
+            known.needs_plan = known.is_improved = True
+
+    def _limit_of(self, known: Known) -> int | None:
+        """What a step of this kind is held to."""
+        if self.settings.budget == "min" or self.settings.plan is not None:
+            budgets = [plan.budget_bytes for v in known.variants if (plan := v.plan) is not None]
+            return max((b for b in budgets if b is not None), default=None)
+        return self.budget_bytes
+
+    def _too_much(self, known: Known, over_bytes: int, limit: int, peak_bytes: int) -> None:
+        if known.num_retries == NUM_RETRIES or self.settings.plan is not None:
+            at_peak = [(row.name, row.nbytes) for row in standing_at_peak(known.plan)[:8]]
+            known.failure = BudgetInfeasible(limit, peak_bytes, at_peak, where=f", measured{known.unplanned_code}")
+            _LOGGER.error("%s", known.failure)
+            return
+        # What was measured beside the graphs is in the next plan. Where that does not mend it, the compiled code
+        # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
+        if known.num_retries:
+            known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
+        known.num_retries += 1
+        self.num_retries += 1
+        known.needs_plan = True
+        _LOGGER.info("a step was measured %d bytes over its budget of %d; it is planned again", over_bytes, limit)
+
+    # choosing
+
+    def _expected(self, episode: Episode, key: Key) -> Known | None:
+        """The known kind of step that begins as this one does, planned if need be. Raises BudgetInfeasible."""
+        known = self._find((*episode.prefix, key)) if self._is_held else None
+        if known is None:
+            return None
+        if not episode.calls:
+            if known.failure is not None:
+                raise known.failure
+            if known.needs_plan and self.settings.plan is None:
+                episode.has_compiled = True
+                with paused():
+                    self._plan(known)
+        return known
+
+    def _find(self, prefix: tuple[Key, ...]) -> Known | None:
+        """The kind that begins so; for calls of several graphs also one of other sizes, the most demanding."""
+        known = self._known.get(prefix)
+        if known is not None:
+            return known if known.is_alive else None
+        numbers = [key[0] for key in prefix]
+        alike = (k for k in self._known.values() if len(k.prefix) > 1 and k.is_alive)
+        alike = (k for k in alike if [key[0] for key in k.prefix[: len(prefix)]] == numbers)
+        return max(alike, key=lambda k: k.unplanned_bytes, default=None)
+
+    def _like(self, prefix: tuple[Key, ...]) -> Known | None:
+        """The kind that a step of these calls belongs to; of several graphs, other sizes are the same kind."""
+        known = self._find(prefix)
+        return known if known is not None and len(known.prefix) == len(prefix) else None
+
+    def _plan(self, known: Known) -> None:
+        """Plan all calls of a kind of step together. Raises BudgetInfeasible."""
+        graphs = [graph for ref in known.graphs if (graph := ref()) is not None]
+        joined = None if known.is_plain else known.joined()
+        try:
+            if joined is None:
+                known.plan = plan_program(known.program(0), graphs[0].captured[0], self.settings, self._limit_or_asked)
+            else:
+                known.plan = plan_joined(joined, self.settings, self._limit_or_asked)
+        except BudgetInfeasible as error:
+            known.plan = self._least_of(known, joined, error)
+        known.needs_plan = False
+        schedules = [known.plan.actions] if joined is None else joined.split(known.plan.actions)
+        plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
+        known.variants = [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
+
+    def _least_of(self, known: Known, joined: Joined | None, error: BudgetInfeasible) -> Plan:
+        """What stood beside the graphs was measured under another plan: the least one may leave less there (what a
+        backward retains, say), so it is tried once. Raises `error` the second time."""
+        if known.is_least or not error.actions or known.is_plain:
+            where = f" for a step of {len(known.parts)} graph calls{known.unplanned_code}"
+            known.failure = BudgetInfeasible(error.budget_bytes, error.min_bytes, error.at_peak, where, error.actions)
+            raise known.failure from error
+        known.is_least = True
+        program = known.program(0) if joined is None else joined.program
+        plan = judge(program, error.actions, known.plan.planner, None, known.plan.machine)
+        return replace(plan, budget_bytes=error.budget_bytes)
+
+    @property
+    def _limit_or_asked(self) -> Budget:
+        asked = self.settings.budget
+        return asked if asked == "min" or self.budget_bytes is None else self.budget_bytes
+
+    def _suitable(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
+        """For a call in a step of no known kind: the fastest variant that fits beside what stands, or a new one."""
+        limit = self._limit_or_asked
+        program = graph.captured[1].at(values)
+        if self.settings.plan is None and limit is not None:
+            beside = self._beside_bytes(graph, program, arguments) + self._guess_bytes(graph, program)
+            program = replace(program, extra_resident_bytes=beside)
+        for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
+            if variant.plan is not None and self._suits(variant.plan, program, limit):
+                return variant
+        if self._episode is not None:
+            self._episode.has_compiled = True
+        return graph.compile(lambda made: self._first_plan(made, values, arguments))
+
+    def _suits(self, plan: Plan, program: Program, limit: Budget) -> bool:
+        """Is `program`, a graph with what stands beside it now, within `limit` under `plan`?"""
+        if self.settings.plan is not None:
+            return True
+        if limit is None:
+            return plan.budget_bytes is None or plan.extra_s == 0
+        if limit == "min":
+            return plan.notes.get(_SMALLEST, False) and plan.program.hints == program.hints
+        asked = resolve_budget(limit)
+        assert isinstance(asked, (int, float))
+        limit_bytes = int(asked * unplanned_bytes(program)) if isinstance(asked, float) else asked
+        return simulate(program, plan.actions, plan.machine).peak_bytes <= limit_bytes
+
+    def _first_plan(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Plan:
+        """A plan for a graph in a step of no known kind: for what stands now, and a guess at what may follow."""
+        joint, program = graph.captured
+        program = program.at(values)
+        if self.settings.plan is not None:
+            return self.settings.plan.for_graph(joint, program)
+        limit = self._limit_or_asked
+        if limit is None:
+            return plan_program(program, joint, self.settings, None)
+        beside = self._beside_bytes(graph, program, arguments)
+        if graph.break_reason is not None:
+            limit = "min"  # more graphs follow, and nobody knows yet what they need
+        guess = 0 if limit == "min" else self._guess_bytes(graph, program)
+        for more in dict.fromkeys((guess, 0)):
+            program = replace(program, extra_resident_bytes=beside + more)
+            try:
+                plan = plan_program(program, joint, self.settings, limit)
+            except BudgetInfeasible as error:
+                refusal = error
+            else:
+                return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
+        return self._least(graph, program, refusal)
+
+    def _least(self, graph: Graph, program: Program, error: BudgetInfeasible) -> Plan:
+        """Beside calls in flight that were planned without knowing of this one: the least that it can do with.
+
+        The step is over its budget, once: then it is known. Raises `error` where nothing else is in flight.
+        """
+        if not error.actions or self._episode is None or not self._episode.open_calls:
+            raise error
+        _LOGGER.warning("this step calls more graphs before its backward than any before: it may exceed its budget")
+        plan = judge(program, error.actions, self.settings.planner, None, Machine())
+        return replace(plan, budget_bytes=error.budget_bytes, joint=graph.joint)
+
+    def _guess_bytes(self, graph: Graph, program: Program) -> int:
+        """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""
+        for known in self._known.values():
+            if known.prefix[0][0] == graph.number and len(known.parts) == 1:
+                return known.beside_at(program)
+        tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
+        nbytes = program.nbytes()
+        return _LOSS * sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
+
+    def _beside_bytes(self, graph: Graph, program: Program, arguments: Sequence[tuple[int, int]]) -> int:
+        """Bytes that stand beside `program` as it runs now: what it does not take of the model and of the user's call,
+        gradients, optimizer state, what earlier calls saved, and what else was made since the step began."""
+        episode = self._episode
+        given = {address for address, _ in arguments}
+        beside = self.excess_bytes + self._gradient_bytes + self._optimizer_bytes
+        beside += beside_graph_bytes(self.function, program, first_graph=graph.break_reason is not None)
+        beside += sum(call.variant.saved_bytes for call in self._carried if call.is_open)
+        held = storages(reachable_tensors(self._arguments), self._device) if any(given) else {}
+        beside += sum(nbytes for address, nbytes in held.items() if address not in given)
+        if episode is None:
+            return beside
+        if episode.is_traced:
+            return beside + episode.allocated_beside(given)
+        return beside + sum(call.variant.saved_bytes for call in episode.open_calls)
+
+
+def _refuse_unplanned(result: Any) -> None:
+    """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
+    tensors = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if any(t.requires_grad for t in tensors):
+        raise CaptureError("Dynamo found no graph in the step, so it ran without a plan (a graph break in a loop?)")
 
 
 def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:
@@ -249,10 +494,3 @@ def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step
     step = Step(function, settings)
     compiled = compat.isolated_compile(function, step.backend, dynamic=settings.dynamic)
     return step, compiled
-
-
-def _saved_bytes(plan: Plan) -> int:
-    """Bytes that wait between the forward and the backward of a graph, without what is resident anyway."""
-    boundary = plan.actions.index(StartBackward())
-    nbytes = plan.program.nbytes()
-    return sum(nbytes[s] for s, first, last in plan.simulation.lifetimes if first < boundary <= last)

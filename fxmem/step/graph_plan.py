@@ -20,6 +20,7 @@ from fxmem.passes.offload import why_not_offloadable
 from fxmem.planners import Options
 from fxmem.planners.plan import STAYS, Plan, make_plan
 from fxmem.schedule import Machine
+from fxmem.step.joined import Joined
 
 
 def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> Program:
@@ -48,12 +49,25 @@ def plan_graph(
     program = annotated_program(joint, settings, may_run).at(sizes or {})
     if settings.plan is not None:
         return settings.plan.for_graph(joint, program)
-    program = replace(program, extra_resident_bytes=resident_bytes(program))
+    return plan_program(replace(program, extra_resident_bytes=resident_bytes(program)), joint, settings, budget)
+
+
+def plan_program(program: Program, joint: JointGraph, settings: Settings, budget: Budget) -> Plan:
+    """Plan `program`, the graph `joint` with its costs and what stands beside it. Raises BudgetInfeasible."""
     options = planner_options(program, settings)
     stays = why_not_offloadable(joint, program, min_bytes=1) if options.tiers else {}
     options = replace(options, pinned=frozenset(stays))
     plan = make_plan(program, budget, settings.planner, options)
     return replace(plan, joint=joint, notes={**plan.notes, **({STAYS: _by_json_key(stays)} if stays else {})})
+
+
+def plan_joined(joined: Joined, settings: Settings, budget: Budget) -> Plan:
+    """Plan the graphs of a step together. Raises BudgetInfeasible.
+
+    Nothing is offloaded across calls: a graph can't give up or take back bytes while another one runs.
+    """
+    options = planner_options(joined.program, replace(settings, tiers=()))
+    return make_plan(joined.program, budget, settings.planner if not settings.tiers else "auto", options)
 
 
 def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:

@@ -171,7 +171,7 @@ def _inductor_backend(partition: Partition, key: str) -> Callable[[fx.GraphModul
         sources = [compat.placeholder_source(n) for n in module.graph.find_nodes(op="placeholder")]
 
         def partition_fn(joint: fx.GraphModule, static: Sequence[int], num_outputs: int) -> Any:
-            captured = from_aot(joint, num_outputs, static, sources)
+            captured = from_aot(joint, num_outputs, static, sources, replays=False)  # inductor moves nodes
             require_tensors(captured)
             return partition(captured)
 

@@ -8,10 +8,11 @@ them goes away.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from fxmem.step.held_tensors import reachable_tensors, storages
 from fxmem.units import format_bytes
 
 _GONE = "fxmem.gone"
+_MARK = "fxmem.mark"
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,33 @@ def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> 
     return Measurement(peak_bytes, seconds, str(device))
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A point of a trace. `level_bytes`: over what stood at the start; `peak_bytes`: most since the mark before."""
+
+    key: str
+    level_bytes: int
+    peak_bytes: int
+
+
+def mark(owner: int, key: str) -> None:
+    """Put a mark into every open trace of `owner` on this thread.
+
+    Between `key` and its end other owners' traces don't count allocations: "F+ 1" ... "F- 1". "0" ends all of them.
+    """
+    if _recorder.logs:
+        with torch.profiler.record_function(f"{_MARK} {owner} {key}"):
+            pass
+    for log in _CudaLog.open:
+        log.take_mark(owner, key)
+
+
 class MemoryTrace:
     """Peak between `begin` and `end` over what stood at `begin`; traces may overlap in any way on one thread.
 
-    `peak_delta_bytes`: None until the end, and for good if another profiler was active at `begin` (or a trace was
-    abandoned). `watched`: tensors whose death in between is to be noticed (CPU). `on_done(trace)` is called at the end;
-    it must not raise (nobody could catch it).
+    `peak_delta_bytes`: None until the end, and for good if another profiler was active at `begin` or ended the trace's
+    session, or the trace was abandoned. `watched`: tensors whose death in between is to be noticed (CPU).
+    `on_done(trace)` is called at the end; it must not raise (nobody could catch it). `owner`: whose marks it takes.
     """
 
     def __init__(
@@ -73,9 +96,12 @@ class MemoryTrace:
         device: torch.device | str = "cpu",
         watched: Iterable[Tensor] = (),
         on_done: Callable[[MemoryTrace], None] | None = None,
+        owner: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.on_done = on_done
+        self.owner = owner
+        self.marks: list[Mark] = []
         self.peak_delta_bytes: int | None = None
         self.peak_allocated_bytes = 0
         self._watched: Iterable[Tensor] = list(watched)
@@ -85,11 +111,11 @@ class MemoryTrace:
         """Start; False (and nothing is measured) when another profiler is active on this thread."""
         watched, self._watched = self._watched, ()
         if self.device.type == "cuda":
-            self._log = _CudaLog(self.device)
+            self._log = _CudaLog(self.device, self.owner)
         elif _recorder.is_blocked():
             return False
         else:
-            self._log = _CpuLog(watched)
+            self._log = _CpuLog(watched, self.owner)
         del watched
         self._log.begin()
         return True
@@ -103,10 +129,18 @@ class MemoryTrace:
         log, self._log = self._log, None
         on_done, self.on_done = self.on_done, None  # what it refers to may refer to the graph that holds this trace
         if log is not None:
-            self.peak_delta_bytes, self.peak_allocated_bytes = log.end()
+            peak, self.peak_allocated_bytes = log.end()
+            self.peak_delta_bytes = None if log.is_lost else peak
+            self.marks = log.marks
             if on_done is not None:
                 on_done(self)
         return self.peak_delta_bytes
+
+    def level(self) -> tuple[int, Mapping[int, int]]:
+        """(bytes over what stood at the start, address -> bytes of what was allocated since and stands), now."""
+        if self._log is None:
+            return 0, {}
+        return self._log.now()
 
     def abandon(self) -> None:
         """Stop without a result."""
@@ -166,9 +200,12 @@ class _EndWhenDropped:
 class _CpuLog:
     """One trace's view of the shared recorder: bytes above the start, by address."""
 
-    def __init__(self, watched: Iterable[Tensor]) -> None:
+    def __init__(self, watched: Iterable[Tensor], owner: int | None) -> None:
         self.live: dict[int, int] = {}
-        self.level = self.peak = 0
+        self.level = self.peak = self._peak_since = 0
+        self.owner, self._num_foreign = owner, 0
+        self.marks: list[Mark] = []
+        self.is_lost = False
         self.finalizers = [
             weakref.finalize(tensor, _mark_gone, address, nbytes)
             for address, (tensor, nbytes) in _sole_owners(watched).items()
@@ -185,16 +222,31 @@ class _CpuLog:
             finalizer.detach()
         return self.peak, self.peak
 
+    def now(self) -> tuple[int, Mapping[int, int]]:
+        _recorder.cut()
+        return self.level, dict(self.live)
+
     def feed(self, log: Iterable[tuple[str, int, int]]) -> None:
         for name, address, nbytes in log:
             if name.startswith(_GONE):
                 self.level -= int(name.split()[1])
-            elif nbytes > 0:
+            elif name.startswith(_MARK):
+                _, owner, key = name.split(" ", 2)
+                self._take_mark(int(owner), key)
+            elif nbytes > 0 and not self._num_foreign:
                 self.live[address] = nbytes
                 self.level += nbytes
-                self.peak = max(self.peak, self.level)
+                self.peak, self._peak_since = max(self.peak, self.level), max(self._peak_since, self.level)
             elif nbytes < 0:
                 self.level -= self.live.pop(address, 0)
+
+    def _take_mark(self, owner: int, key: str) -> None:
+        if owner == self.owner:
+            self.marks.append(Mark(key, self.level, self._peak_since))
+            self._peak_since = self.level
+        elif self.owner is not None:
+            change = {"+": 1, "-": -1}.get(key[1:2], -self._num_foreign)
+            self._num_foreign = max(0, self._num_foreign + change)
 
 
 def _sole_owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
@@ -219,29 +271,70 @@ class _Recorder(threading.local):
 
     def __init__(self) -> None:
         self.logs: list[_CpuLog] = []
+        self.num_paused = 0
 
     def is_blocked(self) -> bool:
         return not self.logs and compat.profiler_is_active()
 
     def add(self, log: _CpuLog) -> None:
-        self._cut()
+        self._stop()
         self.logs.append(log)
-        compat.start_memory_log()
+        self._start()
 
     def remove(self, log: _CpuLog) -> None:
-        self._cut()
+        self._stop()
         self.logs.remove(log)
-        if self.logs:
+        self._start()
+
+    def cut(self) -> None:
+        """Let every log know what has happened until now."""
+        self._stop()
+        self._start()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is logged within, whose code may profile. What it allocates and keeps is not known to any log."""
+        if self.num_paused:
+            yield
+            return
+        self._stop()
+        self.num_paused = 1
+        try:
+            yield
+        finally:
+            self.num_paused = 0
+            self._start()
+
+    def _start(self) -> None:
+        if not self.logs or self.num_paused:
+            return
+        if compat.profiler_is_active():
+            self._lose()
+        else:
             compat.start_memory_log()
 
-    def _cut(self) -> None:
-        if self.logs and compat.profiler_is_active():
-            events = compat.stop_memory_log()
-            for log in self.logs:
-                log.feed(events)
+    def _stop(self) -> None:
+        if not self.logs or self.num_paused:
+            return
+        if not compat.profiler_is_active():
+            self._lose()
+            return
+        events = compat.stop_memory_log()
+        for log in self.logs:
+            log.feed(events)
+
+    def _lose(self) -> None:
+        """Somebody else ended the session, or runs one: what was not seen can't be counted."""
+        for log in self.logs:
+            log.is_lost = True
 
 
 _recorder = _Recorder()
+
+
+def paused() -> contextlib.AbstractContextManager[None]:
+    """No trace of this thread counts what is allocated within: compiling and profiling are no part of a step."""
+    return _recorder.paused()
 
 
 class _CudaLog:
@@ -249,13 +342,16 @@ class _CudaLog:
 
     open: ClassVar[list[_CudaLog]] = []
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.peak = self.start = 0
+    is_lost = False
+
+    def __init__(self, device: torch.device, owner: int | None) -> None:
+        self.device, self.owner = device, owner
+        self.peak = self.start = self._peak_since = 0
+        self.marks: list[Mark] = []
 
     def begin(self) -> None:
         self._cut()
-        self.start = self.peak = torch.cuda.memory_allocated(self.device)
+        self.start = self.peak = self._peak_since = torch.cuda.memory_allocated(self.device)
         _CudaLog.open.append(self)
 
     def end(self) -> tuple[int, int]:
@@ -263,12 +359,26 @@ class _CudaLog:
         _CudaLog.open.remove(self)
         return self.peak - self.start, self.peak
 
+    def now(self) -> tuple[int, Mapping[int, int]]:
+        return torch.cuda.memory_allocated(self.device) - self.start, {}
+
+    def take_mark(self, owner: int, key: str) -> None:
+        """The allocator counts when the host asks for bytes, so a mark needs no synchronisation."""
+        self._read_peak()
+        if owner == self.owner:
+            level = torch.cuda.memory_allocated(self.device)
+            self.marks.append(Mark(key, level - self.start, self._peak_since - self.start))
+            self._peak_since = level
+
     def _cut(self) -> None:
         torch.cuda.synchronize(self.device)
+        self._read_peak()
+
+    def _read_peak(self) -> None:
         peak = torch.cuda.max_memory_allocated(self.device)
         for log in _CudaLog.open:
             if log.device == self.device:
-                log.peak = max(log.peak, peak)
+                log.peak, log._peak_since = max(log.peak, peak), max(log._peak_since, peak)
         torch.cuda.reset_peak_memory_stats(self.device)
 
 

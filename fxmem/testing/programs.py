@@ -27,8 +27,9 @@ class Shape:
 
 @st.composite
 def programs(draw: st.DrawFn, shape: Shape = Shape()) -> Program:
-    """A random training step: forward ops over inputs (some views, random or two-output ones), then one backward op per
-    forward op in reverse, each reading the gradient so far and a random part of forward's values."""
+    """A random training step: forward ops over inputs (some views, random ones that may be replayed or not, or
+    two-output ones), then one backward op per forward op in reverse, each reading the gradient so far and a random part
+    of forward's values."""
     builder = _Builder(draw, shape)
     for index in range(draw(st.integers(1, 2))):
         builder.add(f"input{index}", "input", "forward", (), is_input=True)
@@ -64,6 +65,7 @@ class _Builder:
         is_input: bool = False,
         is_random: bool = False,
         num_outputs: int = 1,
+        is_replayable: bool = False,
     ) -> int:
         draw = self.draw
         fresh = tuple(range(len(self.storages), len(self.storages) + num_outputs))
@@ -80,7 +82,7 @@ class _Builder:
                 seconds=0.0 if is_input else float(draw(st.integers(0, self.shape.max_seconds))),
                 workspace_bytes=0 if is_input else draw(st.sampled_from([0, 0, 0, 8, 32])),
                 is_random=is_random,
-                recomputable=not (is_input or is_random),
+                recomputable=not is_input and (is_replayable or not is_random),
             )
         )
 
@@ -94,25 +96,29 @@ class _Builder:
 
     def forward_op(self, number: int) -> None:
         args = (*self.operands(len(self.ops)), len(self.ops) - 1)
-        kind = self.draw(st.sampled_from(["plain", "plain", "plain", "view", "random", "pair"]))
+        kind = self.draw(st.sampled_from(["plain", "plain", "plain", "view", "random", "pair", "replayable"]))
         if kind == "view":
             base = self.ops[args[0]]
             self._append(Op(len(self.ops), f"view{number}", "view", "forward", args[:1], base.storages[:1]))
             args = (len(self.ops) - 1,)
-        self.add(
-            f"op{number}",
-            kind,
-            "forward",
-            tuple(dict.fromkeys(args)),
-            False,
-            kind == "random",
-            2 if kind == "pair" else 1,
-        )
+        args = tuple(dict.fromkeys(args))
+        is_random, is_replayable = kind in ("random", "replayable"), kind == "replayable"
+        if is_replayable:
+            args = (*args, self.state(number))
+        num_outputs = 2 if kind == "pair" else 1
+        self.add(f"op{number}", kind, "forward", args, False, is_random, num_outputs, is_replayable)
+
+    def state(self, number: int) -> int:
+        """What a replayable op draws from; free, since planners take it to be read at the first run, too."""
+        index, storage = len(self.ops), Storage(len(self.storages), 0)
+        self.storages.append(storage)
+        op = Op(index, f"state{number}", "state", "forward", (), (storage.id,), is_random=True, recomputable=False)
+        return self._append(op)
 
     def backward_ops(self, loss: int, tangent: int) -> list[int]:
         gradient, returned = tangent, []
         for index in range(loss, -1, -1):
-            if self.ops[index].is_input or self.ops[index].target == "view":
+            if self.ops[index].is_input or self.ops[index].target in ("view", "state"):
                 continue
             args = tuple(dict.fromkeys((gradient, *self.operands(loss + 1))))
             gradient = self.add(f"grad_{self.ops[index].name}", "grad", "backward", args)
@@ -188,7 +194,9 @@ def _created(program: Program, action: Action) -> tuple[int, ...]:
 def _needs(program: Program, action: Action, storage: int) -> bool:
     if isinstance(action, (Compute, Recompute)):
         op = program.ops[action.op]
-        return storage in program.reads(op) or storage in op.mutates
+        state = program.state_op(op) if isinstance(action, Compute) else None  # only a second run asks for it
+        unread = state.storages if state is not None else ()
+        return storage in op.mutates or (storage in program.reads(op) and storage not in unread)
     return isinstance(action, (Offload, Wait)) and action.storage == storage
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, boxed, capture, make_backend
+from fxmem.capture.ahead import first_break
 from fxmem.capture.fakes import Fakes
 from fxmem.capture.loss import with_loss
 from fxmem.errors import BudgetInfeasible, CaptureError
@@ -211,6 +212,43 @@ def test_errors_name_the_models_line(function: Callable[..., Any]) -> None:
     assert caught.value.source is not None
     assert "test_capture.py" in caught.value.source
     assert "# line named in the error" in caught.value.source
+
+
+def breaks_in_a_loop(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.requires_grad_() * 2
+        if x.sum().item() > 10:  # the second line that breaks it
+            break
+    return x.sum()
+
+
+def test_the_first_graph_break_is_named_with_a_remedy() -> None:
+    found = first_break(needs_a_value, (X.clone().requires_grad_(),))
+    assert found is not None
+    assert "requires_grad_" in str(found)
+    assert "leave it out of what is compiled" in str(found)
+    assert found.source is not None
+    assert "test_capture.py" in found.source
+    assert first_break(Small(), (X,)) is None
+    with pytest.raises(CaptureError, match="leave it out of what is compiled"):
+        capture(breaks_in_a_loop, (X.clone(),))
+
+
+def masked_write(x: Tensor, mask: Tensor) -> Tensor:
+    h = x.exp() * 2
+    h[mask] = x[0, :1]
+    return (h.sin() * h).sum()
+
+
+def test_a_graph_whose_backward_has_sizes_that_depend_on_values_runs_as_under_torchs_backends() -> None:
+    x = torch.rand(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(masked_write(x, X > 0), x)
+    step, graphs = compiled_with_graphs(masked_write)
+    (found,) = torch.autograd.grad(step(x, X > 0), x)
+    torch.testing.assert_close(found, expected)
+    assert graphs == []
+    with pytest.raises(CaptureError, match="nonzero"):
+        capture(masked_write, (x, X > 0))
 
 
 def test_nothing_to_capture() -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.schedule import Recompute
 from tests.models import blocks
 
 SIZE = 48
@@ -65,7 +66,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_what_was_drawn_is_never_drawn_again(name):  # pytorch#190758, #190717
+def test_what_was_drawn_is_never_drawn_anew(name):  # pytorch#190758, #190717
     same(*both(Drawn(DRAWS[name]), (torch.rand(SIZE, SIZE),)))
 
 
@@ -100,6 +101,67 @@ def test_losses_do_not_drift():  # DeepSpeed#6811, OLMo-core#828
     found, extra_s = losses(0.8)
     assert found == expected
     assert extra_s > 0
+
+
+class Attending(nn.Module):
+    """Dropout on attention's probabilities and on what comes out of it, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.heads(x).chunk(3, dim=-1))
+            x = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2).transpose(1, 2).flatten(2)
+            x = F.dropout(F.gelu(self.out(x)), 0.3)
+        return x.square().mean()
+
+
+def test_losses_and_gradients_of_20_steps_with_dropout_replayed():
+    def steps(budget):
+        torch.manual_seed(0)
+        module, x = Attending(), torch.rand(4, 32, 32)
+        step = fxmem.compile(module, budget=budget, solve_s=0.3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        found = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = step(x)
+            loss.backward()
+            optimizer.step()
+            found += [loss.detach(), *(p.grad.clone() for p in module.parameters())]
+        return found, torch.rand(4), step
+
+    expected, then, _ = steps(None)
+    found, then_too, step = steps("min")
+    assert all(map(torch.equal, expected, found))
+    assert torch.equal(then, then_too)
+    ops = step.plan.program.ops
+    replayed = {ops[a.op].name for a in step.plan.actions if isinstance(a, Recompute) and ops[a.op].is_random}
+    assert len(replayed) >= 2
+    assert step.step.measured_peak_bytes == step.plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_bert_with_dropout_runs_in_half_of_its_unplanned_peak():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=64, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.BertForMaskedLM(config)
+    tokens = torch.randint(0, 64, (8, 64))
+    expected = copy.deepcopy(module)
+    torch.manual_seed(3)
+    expected(input_ids=tokens, labels=tokens).loss.backward()
+    step = fxmem.compile(module, budget=0.5, solve_s=0.5)
+    torch.manual_seed(3)
+    step(input_ids=tokens, labels=tokens).loss.backward()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert all(map(torch.equal, grads, (p.grad for p in expected.parameters() if p.grad is not None)))
+    assert step.step.measured_peak_bytes <= 0.5 * step.plan.baseline_peak_bytes
 
 
 class Bumped(nn.Module):

@@ -75,7 +75,17 @@ def test_random_ops_are_known_by_their_tag() -> None:
     program = program_of(function, torch.ones(4, requires_grad=True))
     random = {op.target for op in program.ops if op.is_random}
     assert random == {"aten.native_dropout.default", "aten.rand_like.default", "aten.bernoulli.default"}
-    assert not any(op.recomputable for op in program.ops if op.is_random)
+    assert not any(op.recomputable for op in program.ops if op.is_random), "a state takes more bytes than they do"
+
+
+def test_a_random_op_is_recomputable_from_the_state_that_it_draws_from() -> None:
+    program = program_of(lambda x: F.dropout(x, 0.5).square().sum(), torch.ones(64, 64, requires_grad=True))
+    state, draw = [op for op in program.ops if op.is_random]
+    assert (state.target, state.recomputable, state.args) == ("fxmem.rng_state.default", False, ())
+    assert program.nbytes()[state.storages[0]] == torch.get_rng_state().numel()
+    assert (draw.target, draw.recomputable, draw.args) == ("aten.native_dropout.default", True, (0, state.index))
+    assert program.state_op(draw) == state
+    assert program.states == {state.index}
 
 
 def attention(dropout: float) -> Callable[[Tensor], Tensor]:

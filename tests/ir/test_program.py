@@ -59,7 +59,8 @@ def test_fingerprint_ignores_times_but_not_sizes():
     [
         ({"args": (4,)}, "later op"),
         ({"storages": (9,)}, "unknown storage"),
-        ({"is_random": True}, "recomputable"),
+        ({"is_random": True}, "last argument is no state"),
+        ({"mutates": (0,)}, "has effects but is recomputable"),
         ({"seconds": -1.0}, "negative"),
         ({"index": 7}, "index"),
     ],

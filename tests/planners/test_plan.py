@@ -162,6 +162,19 @@ def test_uncapturable_model_names_its_line():
         fxmem.plan(Prints(), (torch.randn(4),))
 
 
+@pytest.mark.parametrize("planner", ["auto", "exact", "rotor", "full"])
+def test_a_program_that_computes_nothing(planner):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+
+    def view(x):
+        return weight.t()
+
+    for budget in (None, "min", weight.nbytes):
+        assert fxmem.plan(view, (torch.ones(2),), budget, planner=planner).peak_bytes == weight.nbytes
+    with pytest.raises(fxmem.BudgetInfeasible, match=f"({weight.nbytes} bytes)"):
+        fxmem.plan(view, (torch.ones(2),), weight.nbytes - 1, planner=planner)
+
+
 @pytest.fixture(scope="module")
 def files(planned, tmp_path_factory):
     """Texts of valid plans: static and symbolic sizes, with offloads."""
@@ -186,7 +199,8 @@ BOMBS = [
     -1, 2**63, 2**50, 10**23, 0, 1.5, "s9", None, True, [], {}, [[]], ["Pow", 2, ["Pow", 2, 99]],
     ["Pow", ["Pow", ["Pow", "s", 64], 64], 64], ["Pow", 0, -1], ["Mod", 5, 0], ["Rational", 1, 0], ["Rational", 1, 2],
     ["floor"], ["Max"], ["__import__", "os"], ["Mul", *([2**50] * 100)], ["Add", -5, 1],
-    ["Pow", -1, ["Rational", 1, 2]], "x" * 5000, ["Compute", -1], ["Offload", 0, "tape"], ["Reload", 0], "NaN",
+    ["Pow", -1, ["Rational", 1, 2]],
+    "x" * 5000, ["Compute", -1], ["Offload", 0, "tape"], ["Reload", 0], "NaN",
 ]  # fmt: skip
 
 

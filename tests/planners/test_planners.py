@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fxmem
 from fxmem.errors import BudgetInfeasible
-from fxmem.ir.program import Program
+from fxmem.ir.program import Op, Program, Storage
 from fxmem.planners import Options, get_planner
 from fxmem.planners.kernel.binding import Kernel, candidates
 from fxmem.planners.plan import Plan, make_plan
@@ -21,7 +21,7 @@ from fxmem.planners.recompute.blocks import storage_classes
 from fxmem.planners.recompute.bound import LowerBound, least_bytes
 from fxmem.planners.recompute.mincut import CutFamily
 from fxmem.planners.recompute.search import Pool, quick
-from fxmem.schedule import simulate
+from fxmem.schedule import Compute, Recompute, StartBackward, simulate
 from fxmem.testing import zoo
 from fxmem.testing.programs import Shape, programs
 from tests.planners.brute import least_extra_s
@@ -248,3 +248,23 @@ def test_bound_of_a_step_that_takes_microseconds() -> None:
     timed = tuple(replace(op, seconds=draw.uniform(2e-6, 3e-5) if op.seconds else 0.0) for op in program.ops)
     plan = make_plan(replace(program, ops=timed), 0.92)
     assert 0 < plan.lower_bound_s <= plan.extra_s
+
+
+@pytest.mark.parametrize("planner", ["auto", "exact", "full"])
+def test_a_draw_that_only_backward_reads_is_drawn_in_forward(planner):
+    ops = (
+        Op(0, "x", "input", "forward", (), (0,), is_input=True, recomputable=False),
+        Op(1, "state", "state", "forward", (), (1,), is_random=True, recomputable=False),
+        Op(2, "draw", "draw", "forward", (0, 1), (2,), seconds=1.0, is_random=True),
+        Op(3, "h", "cos", "forward", (0,), (3,), seconds=1.0),
+        Op(4, "loss", "sum", "forward", (3,), (4,), seconds=1.0),
+        Op(5, "g", "mul", "backward", (3, 4), (5,), seconds=1.0),
+        Op(6, "gg", "mul", "backward", (2, 5), (6,), seconds=1.0),
+    )
+    sizes = (8, 5, 1000, 1000, 1, 8, 8)
+    program = Program("draws", ops, tuple(Storage(i, n) for i, n in enumerate(sizes)), (4,), (6,), (0,))
+    plan = make_plan(program, "min", planner)
+    boundary = plan.actions.index(StartBackward())
+    assert Compute(2) in plan.actions[:boundary]
+    assert Recompute(2) in plan.actions[boundary:]
+    assert Compute(1) in plan.actions[: plan.actions.index(Compute(2))]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxmem.errors import VerifyError
+from fxmem.ir import Op, Program, Storage
 from fxmem.planners.problem import reduce_program
 from fxmem.runtime.transfers.layout import plan_layout
 from fxmem.schedule import Compute, Free, Machine, Offload, Recompute, Reload, StartBackward, Wait, simulate
@@ -114,3 +115,34 @@ def test_action_json(action):
 def test_unknown_action_json(data):
     with pytest.raises(VerifyError, match="unknown schedule action"):
         action_from_json(data)
+
+
+def drawing_program():
+    """input -> state -> draw -> state -> draw -> loss; backward reads the first draw."""
+    ops = (
+        Op(0, "x", "input", "forward", (), (0,), is_input=True, recomputable=False),
+        Op(1, "state1", "state", "forward", (), (1,), is_random=True, recomputable=False),
+        Op(2, "draw1", "draw", "forward", (0, 1), (2,), is_random=True),
+        Op(3, "state2", "state", "forward", (), (3,), is_random=True, recomputable=False),
+        Op(4, "draw2", "draw", "forward", (2, 3), (4,), is_random=True),
+        Op(5, "loss", "sum", "forward", (4,), (5,)),
+        Op(6, "g", "mul", "backward", (2, 5), (6,)),
+    )
+    sizes = (8, 5, 100, 5, 100, 1, 8)
+    return Program("draws", ops, tuple(Storage(i, n) for i, n in enumerate(sizes)), (5,), (6,), (0,))
+
+
+def test_a_state_is_read_by_second_runs_only():
+    program = drawing_program()
+    plain = (Compute(2), Compute(4), Compute(5), StartBackward(), Compute(6))
+    assert simulate(program, plain).bytes_at.tolist() == [108, 208, 209, 109, 117]
+    saved = (Compute(1), *plain[:4], Recompute(2), Compute(6))
+    assert simulate(program, saved).bytes_at.tolist() == [13, 113, 213, 114, 14, 114, 117]
+    with pytest.raises(VerifyError, match=r"state1.* is not on the device"):
+        simulate(program, (*plain[:4], Recompute(2), Compute(6)))
+
+
+def test_draws_keep_their_order():
+    program = drawing_program()
+    with pytest.raises(VerifyError, match="draw1 has drawn before it"):
+        simulate(program, (Compute(2), Compute(1), Compute(4), Compute(5), StartBackward(), Recompute(2), Compute(6)))

@@ -239,11 +239,12 @@ def rotor_knob(blocks: Blocks) -> tuple[Knob, int, int]:
     room = chain_peak(chain) - chain.resident
     table = RotorTable(chain, room, NUM_SLOTS)
     finite = np.flatnonzero(np.isfinite(table.time[0, last]))
+    least = int(finite[0]) if len(finite) else table.num + 1  # none: in whole slots the chain does not fit its own room
 
     def knob(num: int) -> Sequence[ChainAction] | None:
-        return compute_actions(table.tree(0, last, num)) if finite[0] <= num <= table.num else None
+        return compute_actions(table.tree(0, last, num)) if least <= num <= table.num else None
 
-    return knob, int(finite[0]) if len(finite) else 1, table.num if len(finite) else 0
+    return knob, least, table.num
 
 
 def revolve_knob(blocks: Blocks) -> tuple[Knob, int, int]:

@@ -189,7 +189,7 @@ static void note(Eval *e, int64_t bytes, int step) {
 
 static void back_over_forward(Ctx *c, int64_t room, int64_t alive, Eval *e) {
     for (int k = c->nf - 1; k >= 0; k--) {
-        int run = !c->rec[k];
+        int run = c->rec[k] != 1;
         for (int i = c->wp[k]; i < c->wp[k + 1]; i++) run |= c->need[c->wi[i]];
         c->run[k] = (uint8_t)run;
         c->fwmem[k] = 0;

@@ -26,7 +26,8 @@ typedef struct {
     int *cp, *ci;                   /* reading kernels by storage, CSR, ascending */
     double *sec, total;
     int64_t *ws, *nb;
-    uint8_t *rec, *keep, *cand;     /* cand: a decision exists for this storage */
+    uint8_t *rec, *keep, *cand;     /* rec: 0 runs once, 1 as often as needed (never, too), 2 at least once;
+                                       cand: a decision exists for this storage */
     int *prod;
     int *cls;                       /* storages that play the same part in identical blocks share a class */
     /* state */

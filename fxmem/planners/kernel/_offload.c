@@ -128,7 +128,7 @@ static void back_over_forward(Off *o, int64_t room, int64_t alive, Joint *e) {
     Ctx *c = o->c;
     int n = 0;
     for (int k = c->nf - 1; k >= 0; k--) {
-        int run = !c->rec[k];
+        int run = c->rec[k] != 1;
         for (int i = c->wp[k]; i < c->wp[k + 1]; i++) run |= c->need[c->wi[i]] | o->away[c->wi[i]];
         c->run[k] = (uint8_t)run;
         c->fwmem[k] = 0;

@@ -180,7 +180,7 @@ class Kernel:
                 (problem.write_idx, np.int32),
                 (problem.seconds, np.float64),
                 (problem.workspace_bytes, np.int64),
-                (problem.recomputable, np.uint8),
+                (problem.recomputable * (1 + problem.must_run), np.uint8),
                 (problem.nbytes, np.int64),
                 (problem.producer, np.int32),
                 (problem.keep_to_end, np.uint8),

@@ -19,7 +19,7 @@ from fxmem.planners.effort import Effort, work_until
 from fxmem.planners.kernel.binding import Kernel, State, mutated
 from fxmem.planners.problem import Problem
 from fxmem.schedule.actions import Action, Compute, Free, Offload, Recompute, Reload, StartBackward, Tier, Wait
-from fxmem.schedule.simulate import Link
+from fxmem.schedule.simulate import Link, without_unread_states
 
 KEEP, OFFLOAD = 1, 2
 MIN_BYTES = 64 << 10
@@ -55,6 +55,7 @@ def offloadable(problem: Problem, pinned: frozenset[int] = frozenset()) -> npt.N
     made = problem.producer
     good = (made >= 0) & (made < problem.num_forward) & ~problem.keep_to_end & ~mutated(problem)
     good[list(pinned)] = False
+    good &= ~np.isin(made, [problem.kernel_of_op.get(op, -1) for op in problem.program.states])
     total = int(problem.nbytes[good].sum())
     good &= problem.nbytes >= max(1, min(MIN_BYTES, total // _SMALL_SHARE))
     return good.astype(np.uint8)
@@ -198,4 +199,4 @@ def _as_actions(
             actions.append((Offload(what, tier), Free(what), Reload(what), Wait(what))[kind - 1])
     if num_run == num_forward:
         actions.append(StartBackward())
-    return tuple(actions)
+    return without_unread_states(problem.program, actions)

@@ -268,7 +268,7 @@ def required_kernels(problem: Problem) -> npt.NDArray[np.bool_]:
     need = problem.keep_to_end.copy()
     required = np.zeros(problem.num_forward, dtype=np.bool_)
     for k in range(problem.num_forward - 1, -1, -1):
-        required[k] = not problem.recomputable[k] or bool(need[problem.writes(k)].any())
+        required[k] = problem.must_run[k] or bool(need[problem.writes(k)].any())
         if required[k]:
             need[problem.reads(k)] = True
     return required

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fxmem.errors import BudgetInfeasible, OptionError
 from fxmem.ir.program import Op, Program, Storage
 from fxmem.planners.chains.graph_blocks import choose_cuts, crossing_bytes, split
-from fxmem.planners.chains.graph_plan import program_actions
+from fxmem.planners.chains.graph_plan import program_actions, rotor_knob
+from fxmem.planners.chains.model import Chain
 from fxmem.planners.chains.tree import compute_actions, save_everything
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planners.registry import Options, get_planner
@@ -133,3 +136,11 @@ def test_moving_needs_a_tier() -> None:
     problem = reduce_program(residual_net(3))
     with pytest.raises(OptionError, match="name a tier"):
         get_planner("offload-dp")(problem, 100, Options())
+
+
+def test_a_chain_that_does_not_fit_its_own_room_in_whole_slots() -> None:
+    chain = Chain(u=(1.0,), v=(1.0,), a=(7, 500), abar=(500,), wb=(1,), g=(509, 3))
+    blocks: Any = SimpleNamespace(chain=chain)
+    knob, least, most = rotor_knob(blocks)
+    assert least > most
+    assert knob(most) is None

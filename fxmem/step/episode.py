@@ -1,0 +1,318 @@
+"""What a step really runs: which graphs are called, what of them stands, when their backwards run, and how many bytes.
+
+An *episode* begins with a forward when no earlier one waits for its backward, or after a backward has run, and ends
+when none of its forwards can be read by a backward any more. A call stands until its backward has run for good
+(without `retain_graph`) or its outputs are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxmem import compat
+from fxmem.step.held_tensors import storages
+from fxmem.step.joined import Made, Segment
+from fxmem.step.measurement import MemoryTrace, mark
+
+if TYPE_CHECKING:
+    from fxmem.step.graph import Graph, Variant
+
+Key = tuple[Any, ...]
+"""What tells calls apart: the graph and the values of its size symbols."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Position among what a call returned."""
+
+    call: int
+    position: int
+
+
+@dataclass
+class Call:
+    """One forward in flight. `origins`: where each argument's storage comes from, if it was recorded: another call's
+    `Output`, a key of what stood before the episode, or None for what was made in between.
+    """
+
+    number: int
+    graph: Graph
+    key: Key
+    values: Mapping[str, int]
+    variant: Variant
+    origins: tuple[Any, ...] = ()
+    outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
+    dropped: frozenset[int] = frozenset()
+    is_open: bool = True
+
+    def origin(self, position: int, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Made | Key | None:
+        """Where argument number `position` comes from, in terms of the calls that a plan knows."""
+        found = self.origins[position]
+        if not isinstance(found, Output):
+            return found  # type: ignore[no-any-return]
+        op = calls[found.call].graph.outputs.get(found.position) if found.call in renumbered else None
+        return None if op is None else Made(renumbered[found.call], op)
+
+    def drop(self) -> None:
+        """No backward can come any more."""
+        self.is_open = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """Measured bytes of one segment: most before it, at its start, most within, and at its end."""
+
+    before: int
+    start: int
+    peak: int
+    end: int
+
+
+class Episode:
+    """The calls of one step. `on_end()` is told when the last of them is done; it may run inside a finalizer."""
+
+    def __init__(self, owner: int, on_end: Callable[[], None]) -> None:
+        self.owner, self._on_end = owner, on_end
+        self.calls: list[Call] = []
+        self.backward_order: list[int] = []
+        self.has_compiled = self.has_ended = False
+        self.gradient_bytes = 0
+        self.trace: MemoryTrace | None = None
+        self.is_whole = False  # measured from the start of the user's call
+        self.start_bytes = 0
+        self._known: set[int] = set()  # addresses counted in `start_bytes`
+        self._late: dict[int, int] = {}  # address -> bytes of arguments that were not
+        self._recent: list[Call] = []  # whose backward is running
+        self.is_queued = False
+        self._thread = threading.get_ident()
+
+    # measuring
+
+    def start_trace(self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool) -> None:
+        held = storages(tensors, device)
+        trace = MemoryTrace(device, watched=tensors, owner=self.owner)
+        if trace.begin():
+            self.trace, self.is_whole = trace, is_whole
+            self.start_bytes, self._known = sum(held.values()), set(held)
+
+    @property
+    def is_traced(self) -> bool:
+        return self.trace is not None and self.trace.is_running
+
+    def allocated_beside(self, arguments: Iterable[int]) -> int:
+        """Bytes allocated since the start that stand now, without `arguments` (addresses)."""
+        if self.trace is None or not self.is_traced:
+            return 0
+        level, live = self.trace.level()
+        return max(0, level - sum(live.get(address, 0) for address in arguments))
+
+    def origins(self, arguments: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
+        """Where a call's arguments, (address, bytes) each, come from.
+
+        What neither the start nor an allocation since accounts for stood before, though nothing that was known held it.
+        """
+        assert self.trace is not None
+        live = self.trace.level()[1]
+        made = {
+            output[0]: Output(call.number, i)
+            for call in self.calls
+            for i, output in enumerate(call.outputs)
+            if output is not None and output[1]() is not None
+        }
+        self._late.update((a, n) for a, n in arguments if a and a not in self._known and a not in live)
+        return tuple(
+            ("argument", i) if not a else made.get(a) if a in live else ("held", a)
+            for i, (a, _) in enumerate(arguments)
+        )
+
+    # calls
+
+    @property
+    def open_calls(self) -> list[Call]:
+        return [call for call in self.calls if call.is_open]
+
+    @property
+    def prefix(self) -> tuple[Key, ...]:
+        return tuple(call.key for call in self.calls)
+
+    def run(self, call: Call, args: Sequence[Any]) -> Any:
+        """The forward of `call`."""
+        self.calls.append(call)
+        mark(self.owner, f"F+ {call.number}")
+        try:
+            outputs = call.variant.code(*args)
+        except BaseException:
+            mark(self.owner, "0")
+            raise
+        mark(self.owner, f"F- {call.number}")
+        self._watch(call, outputs)
+        return outputs
+
+    def _watch(self, call: Call, outputs: Iterable[Any]) -> None:
+        tensors = [t for t in outputs if isinstance(t, Tensor)]
+        if self.is_traced:
+            call.outputs = [
+                (t.untyped_storage().data_ptr(), weakref.ref(t)) if isinstance(t, Tensor) else None for t in outputs
+            ]
+        roots = [t for t in tensors if t.requires_grad]
+        if not roots:
+            call.drop()
+            return
+        hook = _BackwardHook(self, call)
+        weakref.finalize(hook, _dropped, weakref.ref(self), call).atexit = False
+        for root in roots:
+            root.register_hook(hook)
+        if self.is_traced:
+            for node in _compiled_nodes(roots):
+                node.register_hook(_EndMark(self.owner, call.number))
+
+    def backward_starts(self, call: Call) -> None:
+        """Gradients of `call`'s outputs have come: its backward is about to run."""
+        if not self.is_queued:
+            self.is_queued = True
+            compat.queue_after_backward(_WhenDropped(self))
+            for other in self.calls:
+                other.dropped = frozenset(
+                    i for i, output in enumerate(other.outputs) if output is not None and output[1]() is None
+                )
+        if call not in self._recent:
+            self._recent.append(call)
+            self.backward_order.append(call.number)
+            mark(self.owner, f"B+ {call.number}")
+            if not compat.keeps_graph():
+                call.drop()
+
+    def backward_ended(self) -> None:
+        """The thread's backward has returned, or failed."""
+        mark(self.owner, "0")
+        self._recent.clear()
+        self.is_queued = False
+        self.end_if_done()
+
+    def end_if_done(self) -> None:
+        """End when no backward can come; on another thread (a collector's) that is left to the next step."""
+        if not self.open_calls and not self.is_queued and threading.get_ident() == self._thread:
+            self.end()
+
+    def end(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            if self.trace is not None:
+                self.trace.end()
+            self._on_end()
+
+    def abandon(self) -> None:
+        """A call failed: what was measured means nothing."""
+        if self.trace is not None:
+            self.trace.abandon()
+        self.trace = None
+
+    # what was measured
+
+    @property
+    def levels(self) -> dict[Segment, Level] | None:
+        """Bytes by segment, absolute; None if they were not measured."""
+        trace = self.trace
+        if trace is None or trace.is_running or trace.peak_delta_bytes is None:
+            return None
+        found: dict[Segment, Level] = {}
+        running: Segment | None = None
+        before = start = 0
+        for point in trace.marks:
+            kind, _, number = point.key.partition(" ")
+            if running is not None:
+                level = Level(before, start, max(start, point.peak_bytes), point.level_bytes)
+                found[running] = _larger(found.pop(running, level), level)
+                running, before = None, 0
+            else:
+                before = max(before, point.peak_bytes)
+            if kind.endswith("+"):
+                running, start = ("forward" if kind == "F+" else "backward", int(number)), point.level_bytes
+            elif kind == "0" and found:  # what adds up gradients once the last backward has returned them
+                last = next(reversed(found))
+                found[last] = replace(found[last], peak=max(found[last].peak, before))
+                before = 0
+        base = self.start_bytes + sum(self._late.values())
+        return {segment: Level(*(base + n for n in _fields(level))) for segment, level in found.items()}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak; None if it was not measured."""
+        if self.trace is None or self.trace.is_running or self.trace.peak_delta_bytes is None:
+            return None
+        return self.start_bytes + sum(self._late.values()) + self.trace.peak_delta_bytes
+
+
+def _larger(left: Level, right: Level) -> Level:
+    return Level(*(max(a, b) for a, b in zip(_fields(left), _fields(right), strict=True)))
+
+
+def _fields(level: Level) -> tuple[int, int, int, int]:
+    return level.before, level.start, level.peak, level.end
+
+
+def _dropped(episode: weakref.ref[Episode], call: Call) -> None:
+    call.drop()
+    found = episode()
+    if found is not None:
+        found.end_if_done()
+
+
+class _BackwardHook:
+    """Lives as long as the autograd graph of the outputs it is registered on."""
+
+    def __init__(self, episode: Episode, call: Call) -> None:
+        self.episode, self.call = episode, call
+
+    def __call__(self, grad: Tensor) -> None:
+        self.episode.backward_starts(self.call)
+
+
+class _EndMark:
+    """Registered on the autograd node of a call: its backward has run."""
+
+    def __init__(self, owner: int, number: int) -> None:
+        self.owner, self.number = owner, number
+
+    def __call__(self, *_: Any) -> None:
+        mark(self.owner, f"B- {self.number}")
+
+
+class _WhenDropped:
+    """Tells of the end of a backward pass when autograd drops it, which is after the thread's own state is back.
+
+    Within the callback the profiler can't be stopped for good: autograd puts the thread's state back afterwards.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+
+    def __call__(self) -> None:
+        """Nothing to do yet."""
+
+    def __del__(self) -> None:
+        self.episode.backward_ended()
+
+
+def _compiled_nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The autograd nodes of compiled code behind `roots`, each once; outputs that are views have others on top."""
+    seen: set[Any] = set()
+    level = [root.grad_fn for root in roots]
+    for _ in range(3):
+        below = []
+        for node in level:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "CompiledFunctionBackward":
+                yield node
+            else:
+                below += [n for n, _ in node.next_functions]
+        level = below

@@ -1,0 +1,187 @@
+"""One graph that Dynamo captured, and the ways in which it is run: one for each plan made of it."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxmem import compat
+from fxmem.capture import JointGraph
+from fxmem.capture.joint import target_name
+from fxmem.errors import PlanMismatch
+from fxmem.ir.program import Program
+from fxmem.options import Settings
+from fxmem.passes import rewrite
+from fxmem.passes.offload import open_transfers
+from fxmem.planners.plan import Plan
+from fxmem.schedule import StartBackward
+from fxmem.step.graph_plan import annotated_program
+from fxmem.step.lower import backend, split
+from fxmem.step.measurement import paused
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Variant:
+    """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward."""
+
+    plan: Plan | None
+    code: Callable[..., Any]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that wait between forward and backward, without what is resident anyway."""
+        if self.plan is None:
+            return 0
+        boundary = self.plan.actions.index(StartBackward())
+        nbytes = self.plan.program.nbytes()
+        return sum(nbytes[s] for s, first, last in self.plan.simulation.lifetimes if first < boundary <= last)
+
+
+Choose = Callable[["Graph"], Plan]
+"""A plan for the graph as it was captured last."""
+
+
+class Graph:
+    """`program`: with costs, sizes as symbols where Dynamo made them so. `break_reason`: why more graphs follow."""
+
+    def __init__(self, module: fx.GraphModule, settings: Settings) -> None:
+        self.number = next(_numbers)
+        self.module, self.settings = module, settings
+        self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
+        self.break_reason = compat.graph_break(module)
+        self.joint: JointGraph | None = None
+        self.program: Program | None = None
+        self.variants: list[Variant] = []
+
+    @property
+    def captured(self) -> tuple[JointGraph, Program]:
+        """The joint graph and its program, of a graph that has a backward."""
+        assert self.joint is not None
+        assert self.program is not None
+        return self.joint, self.program
+
+    @property
+    def has_backward(self) -> bool:
+        return self.program is not None
+
+    def compile(self, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
+        """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch.
+
+        `example_inputs`: Dynamo's, at the first time; later AOTAutograd runs again on the graph that Dynamo gave.
+        """
+        chosen: list[Plan] = []
+
+        def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            self._see(joint)
+            plan = choose(self)
+            plan = replace(plan, joint=joint, program=named_as(plan.program, joint))
+            chosen.append(plan)
+            return self._lowered(joint, plan)
+
+        key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
+        compile_ = backend(partition, self.settings.inner, key)
+        with paused():
+            if example_inputs is not None:
+                code = compile_(self.module, example_inputs)
+            else:
+                with compat.retracing(self.fake_inputs):
+                    code = compile_(self.module, self.fake_inputs)
+        variant = Variant(chosen[-1] if chosen else None, code)
+        self.variants.append(variant)
+        return variant
+
+    def _see(self, joint: JointGraph) -> None:
+        self.joint = joint
+        if self.program is None:
+            self.program = annotated_program(joint, self.settings, may_run=True)
+
+    def _lowered(self, joint: JointGraph, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
+        transfers = open_transfers(plan.program, plan.actions, self.settings.offload_dir)
+        forward, backward = split(rewrite(joint, plan.program, plan.actions, transfers.key))
+        owner = backward if self.settings.inner == "eager" else self  # what lives as long as a backward may come
+        weakref.finalize(owner, transfers.close)
+        return forward, backward
+
+    def with_plan(self, plan: Plan) -> Variant:
+        """The code that runs `plan`, compiled unless there is some that runs the same actions."""
+        for variant in self.variants:
+            known = variant.plan
+            if known is not None and known.actions == plan.actions and known.program.released == plan.program.released:
+                return Variant(plan, variant.code)
+        return self.compile(lambda _: plan)
+
+    def values(self, args: Sequence[Any]) -> dict[str, int]:
+        """What a call's arguments give to the size symbols."""
+        if self.program is None or not self.program.is_symbolic:
+            return {}
+        return compat.symbol_values(self.fake_inputs, args)
+
+    @cached_property
+    def inputs(self) -> list[tuple[int, int]]:
+        """(op, position among a call's arguments) of every forward input."""
+        joint, _ = self.captured
+        nodes = joint.nodes[: joint.num_forward_nodes]
+        placed = [(i, node.meta.get("desc")) for i, node in enumerate(nodes) if node.op == "placeholder"]
+        return [
+            (op, desc.idx if isinstance(desc, compat.PlainAOTInput) else position)
+            for position, (op, desc) in enumerate(placed)
+        ]
+
+    @cached_property
+    def outputs(self) -> dict[int, int]:
+        """Position among what a call returns -> op, of the outputs that the graph makes."""
+        joint, _ = self.captured
+        index = {node: i for i, node in enumerate(joint.nodes)}
+        descs = joint.graph_module.graph.output_node().meta.get("desc") or ()
+        pairs = zip(joint.outputs[: joint.num_forward_outputs], descs, strict=False)
+        return {d.idx: index[r] for r, d in pairs if isinstance(r, fx.Node) and isinstance(d, compat.PlainAOTOutput)}
+
+    @cached_property
+    def gradients(self) -> dict[int, int]:
+        """Op that backward returns -> storage of the input that it is the gradient of."""
+        joint, program = self.captured
+        index = {node: i for i, node in enumerate(joint.nodes)}
+        pairs = zip(self.inputs, joint.outputs[joint.num_forward_outputs :], strict=False)
+        known = ((program.ops[i].storages, g) for (i, _), g in pairs)
+        return {index[g]: storages[0] for storages, g in known if isinstance(g, fx.Node) and storages}
+
+
+def named_as(program: Program, joint: JointGraph) -> Program:
+    """`program` with the names that the same graph has now: captured again, its nodes may be numbered otherwise.
+
+    Raises PlanMismatch for another graph.
+    """
+    nodes = joint.nodes
+    if [op.name for op in program.ops] == [node.name for node in nodes]:
+        return program
+    same = [op.target for op in program.ops if not op.is_input] == [
+        target_name(node) for node in nodes if node.op == "call_function"
+    ]
+    if not same:
+        raise PlanMismatch("the graph was captured again, and other ops came out than those that were planned")
+    ops = tuple(replace(op, name=node.name) for op, node in zip(program.ops, nodes, strict=True))
+    return replace(program, ops=ops)
+
+
+def storages_of(args: Sequence[Any], device: torch.device) -> list[tuple[int, int]]:
+    """(address, bytes) of the storage of each argument; (0, 0) for what is no tensor on `device`."""
+    return [_storage_of(x, device) for x in args]
+
+
+def _storage_of(value: Any, device: torch.device) -> tuple[int, int]:
+    if not isinstance(value, Tensor) or value.device != device or value.layout != torch.strided:
+        return 0, 0
+    if isinstance(value, compat.FakeTensor) or compat.is_wrapper_subclass(value):
+        return 0, 0
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,204 @@
+"""Kinds of steps that were seen: which calls they make, what was measured beside them, and the plan they run by."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxmem.ir.program import Program
+from fxmem.planners.plan import Plan, baseline_actions, judge
+from fxmem.planners.problem import reduce_program
+from fxmem.schedule import Action, Compute, simulate
+from fxmem.step.episode import Call, Episode, Key, Level
+from fxmem.step.graph import Graph, Variant
+from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
+
+
+@dataclass(eq=False)
+class Known:
+    """One kind of step. `parts`, `order`: its calls and their backwards; `beside`: what was measured around them.
+
+    `variants`: what each call runs. `plan`: of the whole step. `gradient_bytes`: how many existed when it was measured.
+    """
+
+    prefix: tuple[Key, ...]
+    graphs: tuple[weakref.ref[Graph], ...]
+    values: tuple[Mapping[str, int], ...]
+    parts: tuple[Part, ...]
+    order: tuple[int, ...]
+    beside: Beside
+    variants: list[Variant]
+    plan: Plan
+    unplanned_bytes: int
+    margin_bytes: int = 0
+    num_retries: int = 0
+    is_verified: bool = False
+    needs_plan: bool = False
+    is_improved: bool = False
+    is_least: bool = False
+    failure: Exception | None = field(default=None, repr=False)
+
+    @property
+    def is_alive(self) -> bool:
+        """Are its graphs still those that Dynamo runs?"""
+        return all(graph() is not None for graph in self.graphs)
+
+    @property
+    def is_plain(self) -> bool:
+        """One call, and nothing that comes and goes beside it: its own program says all."""
+        return len(self.parts) == 1 and not self.beside.during and not self.beside.before and not self.parts[0].dropped
+
+    def joined(self) -> Joined:
+        """The step as one program, with what was measured beside it and the margin of its retries."""
+        beside = replace(self.beside, throughout=self.beside.throughout + self.margin_bytes)
+        return join(self.parts, self.order, beside)
+
+    def program(self, position: int) -> Program:
+        """The program of one call with what stands throughout; its sizes stay symbols."""
+        graph = self.graphs[position]()
+        assert graph is not None
+        beside = self.beside.throughout + self.margin_bytes
+        return replace(graph.captured[1].at(self.values[position]), extra_resident_bytes=beside)
+
+    def plan_of(self, position: int, actions: tuple[Action, ...]) -> Plan:
+        """The plan of one call, out of the plan of the step: its peak is the step's."""
+        if self.is_plain:
+            return self.plan
+        program = replace(self.program(position), released=tuple(sorted(self.parts[position].dropped)))
+        alone = simulate(program, actions).peak_bytes
+        beside = program.extra_resident_bytes + max(0, self.plan.peak_bytes - alone)
+        whole = replace(program, extra_resident_bytes=beside)
+        plan = judge(whole, actions, self.plan.planner, None, self.plan.machine)
+        return replace(plan, budget_bytes=self.plan.budget_bytes, notes=self.plan.notes)
+
+    def beside_at(self, program: Program) -> int:
+        """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""
+        own = with_numbers(self.program(0), self.values[0])
+        more = self.plan.peak_bytes - simulate(own, self.plan_actions).peak_bytes
+        sizes = [sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own, program)]
+        return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
+
+    @property
+    def unplanned_code(self) -> str:
+        """Where code runs between the graphs that no plan reaches, for an error's text."""
+        reasons = dict.fromkeys(graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
+        named = [reason for reason in reasons if reason is not None]
+        return f" (not planned: what runs between its graphs, after {'; '.join(named[:3])})" if named else ""
+
+    @property
+    def plan_actions(self) -> tuple[Action, ...]:
+        """What the only call runs."""
+        plan = self.variants[0].plan
+        assert plan is not None
+        return plan.actions
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So many more stand throughout."""
+        self.beside = replace(self.beside, throughout=self.beside.throughout + nbytes)
+        self.unplanned_bytes += nbytes
+        program = self.plan.program
+        self.plan = replace(
+            self.plan,
+            program=replace(program, extra_resident_bytes=program.extra_resident_bytes + nbytes),
+            peak_bytes=self.plan.peak_bytes + nbytes,
+            baseline_peak_bytes=self.plan.baseline_peak_bytes + nbytes,
+        )
+        self.is_verified = False
+
+
+def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes: int) -> Known:
+    """What a measured episode teaches. `standing_more_bytes`: to be counted though it did not stand this time."""
+    calls = [call for call in episode.calls if call.variant.plan is not None]
+    by_number = {call.number: call for call in episode.calls}
+    renumbered = {call.number: position for position, call in enumerate(calls)}
+    parts = tuple(_part(call, renumbered, by_number) for call in calls)
+    order = tuple(renumbered[n] for n in dict.fromkeys(episode.backward_order) if n in renumbered)
+    bare = join(parts, order)
+    schedules = [_actions(call) for call in calls]
+    found = {(region, renumbered[n]): level for (region, n), level in levels.items() if n in renumbered}
+    beside = _beside(bare, bare.merge(schedules), found, standing_more_bytes)
+    known = Known(
+        prefix=episode.prefix,
+        graphs=tuple(weakref.ref(call.graph) for call in calls),
+        values=tuple(call.values for call in calls),
+        parts=parts,
+        order=order,
+        beside=beside,
+        variants=[call.variant for call in calls],
+        plan=calls[0].variant.plan,  # type: ignore[arg-type]
+        unplanned_bytes=0,
+    )
+    known.plan = _judged(known, calls, schedules)
+    known.unplanned_bytes = known.plan.baseline_peak_bytes
+    return known
+
+
+def _judged(known: Known, calls: Sequence[Call], schedules: Sequence[tuple[Action, ...]]) -> Plan:
+    """The plan of the step as it ran, with what was learned counted."""
+    own = calls[0].variant.plan
+    assert own is not None
+    if known.is_plain:
+        program = replace(own.program.at(calls[0].values), extra_resident_bytes=known.beside.throughout)
+        plan = judge(program, schedules[0], own.planner, None, own.machine)
+    else:
+        joined = known.joined()
+        plan = judge(joined.program, joined.merge(schedules), own.planner, None, own.machine)
+    bound_s = max(0.0, min(own.lower_bound_s, plan.extra_s)) if len(calls) == 1 else 0.0
+    joint = own.joint if known.is_plain else None
+    return replace(
+        plan,
+        budget_bytes=own.budget_bytes,
+        lower_bound_s=bound_s,
+        solve_s=own.solve_s,
+        notes=own.notes,
+        joint=joint,
+    )
+
+
+def _actions(call: Call) -> tuple[Action, ...]:
+    assert call.variant.plan is not None
+    return call.variant.plan.actions
+
+
+def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Part:
+    joint, captured = call.graph.captured
+    program = with_numbers(captured, call.values)
+    origins: dict[int, Made | Key] = {}
+    for index, position in call.graph.inputs:
+        origin = call.origin(position, renumbered, calls)
+        if origin is not None:
+            origins.update((s, origin) for s in program.ops[index].storages if s not in origins)
+    for op in program.ops:  # constants of the graph stand with it
+        if op.is_input and op.region == "forward" and joint.nodes[op.index].op == "get_attr":
+            origins.update((s, ("own", call.graph.number, s)) for s in op.storages)
+    outputs = call.graph.outputs
+    dropped = frozenset(outputs[i] for i in call.dropped if i in outputs)
+    return Part(program, origins, call.graph.gradients, dropped)
+
+
+def _beside(
+    joined: Joined, actions: Sequence[Action], levels: Mapping[Segment, Level], standing_more_bytes: int
+) -> Beside:
+    """What was measured over what the calls themselves account for, segment by segment."""
+    run = simulate(joined.program, actions)
+    more: dict[Segment, int] = {}
+    at_start: dict[Segment, int] = {}
+    for segment, level in levels.items():
+        if segment not in joined.first:
+            continue
+        first, last = (actions.index(Compute(mark[segment])) for mark in (joined.first, joined.last))
+        at_start[segment] = int(run.bytes_at[first])
+        peak = int(run.bytes_at[first : last + 1].max())
+        more[segment] = max(level.start - at_start[segment], level.peak - peak, level.end - int(run.bytes_at[last]))
+    throughout = min(more.values(), default=0)  # below 0: outputs' gradients that never came, say
+    floor = max((level.end for level in levels.values()), default=0)  # with all gradients: no plan needs less
+    during = {segment: n - throughout for segment, n in more.items() if n > throughout}
+    gaps = {s: levels[s].before - at_start[s] - n for s, n in more.items() if levels[s].before > floor}
+    before = {segment: gap for segment, gap in gaps.items() if gap > 0}
+    return Beside(throughout + standing_more_bytes, during, before)
+
+
+def unplanned_bytes(program: Program) -> int:
+    """The peak of `program` with everything saved."""
+    return simulate(program, baseline_actions(reduce_program(program))).peak_bytes
