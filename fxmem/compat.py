@@ -75,11 +75,14 @@ __all__ = [
     "cpu_memory_deltas",
     "current_fake_mode",
     "default_partition",
+    "default_store",
     "error_on_graph_break",
     "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
+    "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
+    "is_fully_sharded",
     "is_wrapper_subclass",
     "isolated_compile",
     "no_aot_cache",
@@ -93,6 +96,7 @@ __all__ = [
     "recompiled",
     "saved_description",
     "seen_as_compiling",
+    "shard_bytes",
     "start_memory_log",
     "stop_memory_log",
     "storage_key",
@@ -419,7 +423,10 @@ class _InductorPartitioner(CustomPartitionerFn):
         self.partition, self.key = partition, key
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-        return self.partition(gm, options["static_lifetime_input_indices"] or (), options["num_fwd_outputs"])
+        halves = self.partition(gm, options["static_lifetime_input_indices"] or (), options["num_fwd_outputs"])
+        for moved in (node.args[0] for half in halves for node in half.graph.nodes if _is_transfer(node, "offload")):
+            moved.meta["inductor_realize_to_strides"] = True
+        return halves
 
     def uuid(self) -> str:
         return f"fxmem {self.key}"
@@ -428,18 +435,33 @@ class _InductorPartitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
 
+_PLANNED_LAYOUTS: dict[str, Any] = {"layout_optimization": False, "comprehensive_padding": False}
+
+
+def _is_transfer(node: fx.Node, name: str = "") -> bool:
+    """Is it a call of the op `name` of fxmem's library, or of any?"""
+    return isinstance(node.target, OpOverload) and node.target.name().startswith(f"fxmem::{name}")
+
+
 def compile_with_inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn, key: str
 ) -> Callable[..., Any]:
     """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_half(half: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        """What moves has the strides that the plan saw: no channels-last convolutions, no padded rows beside it."""
+        moves = any(_is_transfer(node) for node in half.graph.nodes)
+        with config.patch(_PLANNED_LAYOUTS) if moves else contextlib.nullcontext():
+            return compile_fx_inner(half, *args, **options)
 
     patches = {
         "custom_partitioner_fn": _InductorPartitioner(partition, key),
         "reorder_for_peak_memory": False,  # the plan's order is the order: transfers would be moved past each other
     }
     with no_aot_cache(), no_idle_checks(module), trainable_lstms():
-        compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches)
+        compiled: Any = compile_fx(module, list(example_inputs), compile_half, config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
 
@@ -503,6 +525,11 @@ def graph_break(module: fx.GraphModule) -> str | None:
     return f"{str(reason.reason).splitlines()[0]}{where}"
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Did anyone register hooks for the gradient of this leaf, to change it or to act when it has been added?"""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def symbol_name(value: Any) -> str | None:
     """Name of the size symbol that `value` is, if it is one."""
     if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
@@ -547,6 +574,29 @@ def min_cut_partition(
             joint, None, num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_indices)
         )
     return halves
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; None where there is none."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Did `torch.distributed.fsdp.fully_shard` (FSDP2) take this module?"""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def shard_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the shards that FSDP2 holds of parameters that are whole at the moment."""
+    if not is_fully_sharded(module):
+        return 0
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    parameters = group.fsdp_params if group is not None else ()
+    return sum(p._sharded_param_data.nbytes for p in parameters if p.sharded_state.name == "UNSHARDED")
 
 
 def pipelining() -> Any:

@@ -42,6 +42,11 @@ class Transfers:
     engine: Engine | None
     layout: Layout
 
+    def retire(self) -> None:
+        """Another plan took over: memory that idles goes back now, the rest when the steps in flight are over."""
+        if self.engine is not None:
+            self.engine.retire()
+
     def close(self) -> None:
         """Give host memory and disk back; the graph can't run any more. Idempotent."""
         if self.key:
@@ -171,12 +176,12 @@ def _emit_offload(emitter: Emitter, action: Offload) -> None:
     val = base.meta["val"]
     if (reason := _why_not_movable([val])) is not None:
         raise VerifyError(f"storage {action.storage} ({base.name}) can't be offloaded: {reason}")
-    args = (base, known.first, known.num_slots, emitter.state.get(RUNTIME, 0), 0, _extent(val))
+    size = [_number(emitter, base, torch.ops.aten.sym_size.int, d, n) for d, n in enumerate(val.size())]
+    stride = [_number(emitter, base, torch.ops.aten.sym_stride.int, d, n) for d, n in enumerate(val.stride())]
+    args = (base, known.first, known.num_slots, emitter.state.get(RUNTIME, 0), 0, _extent(val), stride)
     handle = emitter.call(_OPS.offload.default, args, f"{base.name}_offload", _handle_like(emitter, base))
     known.first = known.first or handle
     known.num_slots += 1
-    size = [_number(emitter, base, torch.ops.aten.sym_size.int, d, n) for d, n in enumerate(val.size())]
-    stride = [_number(emitter, base, torch.ops.aten.sym_stride.int, d, n) for d, n in enumerate(val.stride())]
     known.slots[action.storage] = _Slot(handle, base, size, stride)
 
 

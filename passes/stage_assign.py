@@ -29,6 +29,9 @@ Cuts: TypeAlias = Sequence[int] | Mapping[int, int]
 """Indices of the ops that begin stages 1, 2, ... (their positions among the nodes of the graph, so the indices of its
 Program); or the stage of every forward op by its index, never falling."""
 
+Homes: TypeAlias = Mapping[fx.Node, int]
+"""The stage of every forward op as the order says, never falling."""
+
 _HEAVY = ("mm", "convolution", "attention", "linear", "embedding", "fft", "sort", "lstm", "gru", "rnn")
 
 
@@ -124,25 +127,30 @@ def assign_stages(joint: JointGraph, cuts: Cuts, *, may_share_buffers: bool = Fa
     Raises OptionError for cuts that are not increasing positions of forward ops, CutError (unless `may_share_buffers`)
     where a buffer that the step overwrites would be needed by two stages.
     """
-    staging = _Assigner(joint, cuts).run()
-    for buffer, stages in () if may_share_buffers else staging.torn_buffers:
+    stages = stage_by_position(joint, cuts)
+    staging = assign_homes(joint, stages, max(stages.values(), default=0) + 1)
+    for buffer, where in () if may_share_buffers else staging.torn_buffers:
         raise CutError(
             f"{joint.names.get(buffer.name, buffer.name)} is overwritten in every step and used in stages "
-            f"{sorted(stages)}: cut elsewhere, so that one stage has all of its uses"
+            f"{sorted(where)}: cut elsewhere, so that one stage has all of its uses"
         )
     return staging
+
+
+def assign_homes(joint: JointGraph, stages: Homes, num_stages: int, pinned: Homes | None = None) -> Staging:
+    """Where every node of `joint` runs, some of the `num_stages` stages perhaps empty, some ops `pinned` to a stage."""
+    return _Assigner(joint, stages, num_stages, pinned or {}).run()
 
 
 class _Assigner:
     """Forward homes, then backward homes, then which views float."""
 
-    def __init__(self, joint: JointGraph, cuts: Cuts) -> None:
+    def __init__(self, joint: JointGraph, stages: Homes, num_stages: int, pinned: Homes) -> None:
         self.joint = joint
         self.nodes = joint.nodes
         self.forward = self.nodes[: joint.num_forward_nodes]
         self.backward = self.nodes[joint.num_forward_nodes :]
-        self.by_position = stage_by_position(joint, cuts)
-        self.num_stages = max(self.by_position.values(), default=0) + 1
+        self.by_position, self.num_stages, self.pinned = stages, num_stages, pinned
         self.home: dict[fx.Node, int] = {}
         self.floating: set[fx.Node] = set()
         self.overwritten = {n for n in self.forward if n.name in set(joint.mutated_inputs)}
@@ -157,14 +165,16 @@ class _Assigner:
     # forward
 
     def _place_forward(self) -> None:
-        late = _backward_only(self.forward, self.joint)
+        late = _unread_in_forward(self.forward, self.joint)
         for node in self.forward:
             if node.op == "get_attr" or (node.op == "call_function" and self._is_free(node)):
                 self.floating.add(node)
             if node.op != "call_function":
                 continue
             earlier = [self.home[n] for n in node.all_input_nodes if n in self.home and n not in self.floating]
-            if node.target is operator.getitem:
+            if node in self.pinned:
+                self.home[node] = self.pinned[node]
+            elif node.target is operator.getitem:
                 self.home[node] = self.home[node.all_input_nodes[0]]
             elif written_args(node) or (node in late and earlier):
                 self.home[node] = max(earlier, default=self.by_position[node])
@@ -175,7 +185,7 @@ class _Assigner:
 
     def _is_free(self, node: fx.Node) -> bool:
         """Can every stage make this value for itself, from inputs and constants?"""
-        if is_random(node) or is_collective(node) or written_args(node):
+        if is_random(node) or is_collective(node) or written_args(node) or node in self.pinned:
             return False
         if all(n in self.floating or self._is_given(n) for n in node.all_input_nodes):
             return not any(word in str(node.target) for word in _HEAVY)
@@ -202,7 +212,7 @@ class _Assigner:
             number = node.meta.get("seq_nr")
             if number is not None and node in self.home and node not in self.floating:
                 of_sequence.setdefault(number, self.home[node])
-        backward = set(self.backward)
+        backward, gradient_of = set(self.backward), self._stages_of_gradients()
         for node in self.backward:
             if node.op == "placeholder":
                 self.home[node] = self.num_stages - 1
@@ -214,14 +224,45 @@ class _Assigner:
                 self.floating.add(node)
                 self.home[node] = of_sequence.get(node.meta.get("seq_nr"), 0)
             else:
-                self.home[node] = self._backward_home(node, backward, of_sequence)
+                own = of_sequence.get(node.meta.get("seq_nr"))
+                self.home[node] = self._backward_home(node, backward, own, gradient_of.get(node, frozenset()))
 
-    def _backward_home(self, node: fx.Node, backward: set[fx.Node], of_sequence: Mapping[object, int]) -> int:
-        """The stage of the forward op it belongs to, or of the latest forward value it reads; not after its inputs."""
+    def _stages_of_gradients(self) -> dict[fx.Node, frozenset[int]]:
+        """Backward op that only makes gradients of inputs of the graph -> the stages that read those inputs in forward.
+
+        The ops of one forward op may lie on both sides of a cut: a custom function that reads its weight before and its
+        bias after it.
+        """
+        staging = Staging(self.joint, self.num_stages, self.home, frozenset(self.floating), {})
+        readers: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in self.forward:
+            if node in self.home and node not in self.floating:
+                for source in staging.sources(node.all_input_nodes):
+                    readers[source].add(self.home[node])
+        serves: dict[fx.Node, frozenset[int]] = {}
+        for trained, gradient in gradients_of(self.joint).items():
+            serves[gradient] = serves.get(gradient, frozenset()) | readers[trained]
+        for node in reversed(self.backward):
+            users, number = [user for user in node.users if user.op != "output"], node.meta.get("seq_nr")
+            if all(user in serves and user.meta.get("seq_nr") == number is not None for user in users):
+                serves[node] = serves.get(node, frozenset()).union(*(serves[user] for user in users))
+            else:
+                serves.pop(node, None)
+        return serves
+
+    def _backward_home(
+        self, node: fx.Node, backward: set[fx.Node], own: int | None, gradient_of: frozenset[int]
+    ) -> int:
+        """The stage of the forward op it belongs to (`own`), or of the latest forward value it reads; but for what only
+        makes gradients one that reads the parameter (`gradient_of`). Not after its inputs.
+        """
         placed = [n for n in node.all_input_nodes if n in self.home and n not in self.floating]
         limit = min((self.home[n] for n in placed if n in backward), default=self.num_stages - 1)
+        if node in self.pinned:
+            return min(limit, self.pinned[node])
         reads = [self.home[n] for n in placed if n not in backward]
-        own = of_sequence.get(node.meta.get("seq_nr"))
+        if own not in gradient_of and any(stage <= limit for stage in gradient_of):
+            return max(stage for stage in gradient_of if stage <= limit)
         wanted = [*reads] if own is None else [*reads, own]
         return min(limit, max(wanted, default=limit))
 
@@ -260,7 +301,7 @@ class _Assigner:
                 self.floating.update(m for n in outside for m in _chain(n, base))
 
 
-def stage_by_position(joint: JointGraph, cuts: Cuts) -> dict[fx.Node, int]:
+def stage_by_position(joint: JointGraph, cuts: Cuts) -> Homes:
     """Stage of every forward op as the order says. Raises OptionError for cuts that make no sense."""
     forward = joint.nodes[: joint.num_forward_nodes]
     ops = [(i, n) for i, n in enumerate(forward) if n.op == "call_function"]
@@ -323,13 +364,14 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [t for t in compat.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
 
 
-def _backward_only(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:
-    """Forward ops that only backward reads, where running them elsewhere in forward changes nothing."""
+def _unread_in_forward(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:
+    """Forward ops that only backward and updates of inputs read, where running them earlier changes nothing."""
     returned = {r for r in joint.outputs if isinstance(r, fx.Node)}
     in_forward, found = set(forward), set[fx.Node]()
     for node in reversed(forward):
         if node.op != "call_function" or node in returned or is_random(node) or is_collective(node):
             continue
-        if not written_args(node) and all(user in found or user not in in_forward for user in node.users):
+        in_time = (user in found or user not in in_forward or bool(written_args(user)) for user in node.users)
+        if not written_args(node) and all(in_time):
             found.add(node)
     return found

@@ -171,8 +171,9 @@ class _Slicer:
         first = self._needed([*forward, *(self.returned if self.is_last else ())], in_forward=True)
         second = self._needed([*backward, *(t for _, t in self.own_terms)], in_forward=False) - first
         first |= {n for n in second if n.op == "get_attr"}
-        inputs = [n for n in self.nodes if n.op == "placeholder" and n in first | second and n in self.staging.forward]
-        statics = [n for n in inputs if self._is_static(n)] + self._unread()
+        needed = first | second | {i for i, _ in self.own_terms}
+        inputs = [n for n in self.nodes if n.op == "placeholder" and n in needed and n in self.staging.forward]
+        statics = list(dict.fromkeys([*(n for n in inputs if self._is_static(n)), *self._unread()]))
         data = [n for n in inputs if not self._is_static(n)]
         self._place([*statics, *data, *receives])
         self._copy(n for n in self.nodes if n in first and n in self.staging.forward)

@@ -73,8 +73,10 @@ def find_costs(
         seconds = {i: estimate_s(call, chosen) for i, call in calls.items()}
         storage_bytes = _rounded(program, dict.fromkeys(range(len(program.storages)), chosen.rounding_bytes))
         return _costs(program, seconds, {}, storage_bytes, notes)
-    measured, skipped = profile_calls(_by_importance(calls.values()), limit_s)
+    alone = [call for i, call in calls.items() if not program.ops[i].is_collective]  # the others would wait, or answer
+    measured, skipped = profile_calls(_by_importance(alone), limit_s)
     seconds = _seconds(calls, measured)
+    notes |= {op.name: "not measured: other ranks take part in it" for op in program.ops if op.is_collective}
     notes |= {program.ops[i].name: skipped[call.key] for i, call in calls.items() if call.key in skipped}
     found = {i: measured[call.key] for i, call in calls.items() if call.key in measured}
     rounding = {s.id: _CUDA_ROUNDING_BYTES for s in program.storages if s.device.startswith("cuda")}

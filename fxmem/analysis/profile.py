@@ -71,7 +71,8 @@ def device_name(device: str) -> str:
 def free_bytes(device: str) -> int:
     """Memory that a new allocation could get."""
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        idle_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + idle_bytes
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -92,7 +93,7 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         if not is_present(device):
             skipped |= dict.fromkeys(here, f"no device {device} here")
             continue
-        path = cache.cache_file("ops", torch.__version__, device_name(device), torch.get_num_threads())
+        path = cache.cache_file("ops", torch.__version__, device_name(device), torch.get_num_threads(), _precision())
         known = _known(cache.load(path), here)
         missing = {key: call for key, call in here.items() if key not in known}
         found, failed = _measure_all(missing, device, deadline) if missing else ({}, {})
@@ -101,6 +102,15 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         measured |= known | found
         skipped |= failed
     return measured, skipped
+
+
+def _precision() -> str:
+    """The process-wide switches that change which kernel an op runs."""
+    switches = {
+        "deterministic": torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic,
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+    return "-".join([torch.get_float32_matmul_precision(), *(name for name, is_on in switches.items() if is_on)])
 
 
 def _known(entries: Mapping[str, Any], calls: Mapping[str, Call]) -> dict[str, Measured]:
@@ -137,6 +147,7 @@ def _undisturbed(device: str) -> Iterator[None]:
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if on_cuda else contextlib.nullcontext(),
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),  # where events are recorded
         compat.no_modes(),
     ):
         yield

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
 from fxmem.passes.stage_split import Cuts, StageGraph
 from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
+from fxmem.planners.effort import Effort
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Action
 from fxmem.units import format_bytes
 
 Rows = list[list[str]]
 _PATIENCE_S = 60.0
-"""Seconds of planning after which no further number of microbatches or kind of schedule is tried."""
+"""Effort (see `fxmem.planners.effort`) after which no further number of microbatches or kind of schedule is tried."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,21 @@ class Driver:
     ) -> None:
         self._make, self.request = make, request
         self._inputs = batch, model, optimizer
+        self._effort = Effort()
         self._tried: list[Tried] = []
         self._last_cut: tuple[Cuts, Rows, Sequence[int]] | None = None
 
     def run(self) -> PipelineResult:
         """Decide (in a process group on rank 0 alone) and cut. Raises what `fxmem.pipeline` raises."""
-        if len(self.request.microbatch_counts) == 1:
-            self.runtime = self._make(self.request.microbatch_counts[0])
+        counts = self.request.microbatch_counts
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            if len(counts) == 1:
+                self.runtime = self._make(counts[0])
             self._apply(decided := self._decide())
             return decided[0]
+        _agree(_asked(self.request))
+        if len(counts) == 1:
+            self._make_alike(counts[0])
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -130,16 +136,33 @@ class Driver:
                 box[0] = (type(error), error.__dict__, str(error))
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0][0], type):
-            kind, fields, message = box[0]
+            kind, noted, message = box[0]
             failure = kind.__new__(kind, message)
             failure.args = (message,)
-            failure.__dict__.update(fields)
+            failure.__dict__.update(noted)
             raise failure
         result: PipelineResult = box[0][0]
-        if len(self.request.microbatch_counts) > 1 and dist.get_rank():
-            self.runtime = self._make(result.num_microbatches)
+        if len(counts) > 1:
+            self._make_alike(result.num_microbatches)
         self._apply(box[0])
         return result
+
+    def _make_alike(self, num_microbatches: int) -> None:
+        """Capture the model on every rank (rank 0 may have before). Raises OptionError where the graphs differ, and
+        what capture raises; on all ranks, if on one."""
+        failure: FxmemError | None = None
+        try:
+            if not hasattr(self, "runtime"):
+                self.runtime = self._make(num_microbatches)
+        except FxmemError as error:
+            failure = error
+        captured = str(failure) if failure else f"the graph {self.runtime.joint.fingerprint}"
+        try:
+            _agree({"captured": captured})
+        except OptionError as error:
+            raise failure or error from None
+        if failure is not None:
+            raise failure
 
     def _apply(self, decided: tuple[PipelineResult, Any]) -> None:
         _, (positions, rows, rank_of, actions) = decided
@@ -162,7 +185,7 @@ class Driver:
         self._last_cut = wanted
 
     def _decide(self) -> tuple[PipelineResult, Any]:
-        started = self._started = time.perf_counter()
+        started = time.perf_counter()
         budget, planner, found, bound_s = self._search()
         self.runtime = planner.runtime
         rows = found.schedule.as_csv_rows()
@@ -178,11 +201,11 @@ class Driver:
         """
         counts, made, failure = self.request.microbatch_counts, 0, None
         for count in counts:
-            if made and time.perf_counter() - self._started > _PATIENCE_S / 2:
+            if made and self._effort.now() > _PATIENCE_S / 2:
                 return
             try:
                 runtime = self.runtime if len(counts) == 1 else self._make(count)
-                planner = ModelPlanner(runtime, self.request, count, *self._inputs)
+                planner = ModelPlanner(runtime, self.request, count, *self._inputs, self._effort)
             except FxmemError as error:
                 failure = error
                 continue
@@ -224,7 +247,7 @@ class Driver:
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
             if proposal.plan is None:
                 break
-            late = time.perf_counter() - self._started > _PATIENCE_S
+            late = self._effort.now() > _PATIENCE_S
             if found and late:
                 break
             if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
@@ -284,6 +307,23 @@ class Driver:
             stages, found.schedule.name, num_microbatches, budget, found.peak_bytes, run.step_s,
             min(bound_s, run.step_s), run.bubble, solve_s, tuple(self._tried),
         )  # fmt: skip
+
+
+def _agree(mine: Mapping[str, str]) -> None:
+    """Raises OptionError on all ranks of the default process group unless all give the same words."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(mine))
+    for rank, asked in enumerate(everyone):
+        for what, value in asked.items():
+            if value != everyone[0][what]:
+                raise OptionError(
+                    f"all ranks must plan alike: rank {rank} has {what} {value}, rank 0 {everyone[0][what]}"
+                )
+
+
+def _asked(request: Request) -> dict[str, str]:
+    """What the ranks must agree on, in words; each may have a folder of its own to offload to."""
+    return {f.name: str(getattr(request, f.name)) for f in fields(request) if f.name != "offload_dir"}
 
 
 def _promised_s(proposal: Proposal) -> float:

@@ -30,6 +30,7 @@ from fxmem.pipelining.realise import Beside, Realised, Realiser
 from fxmem.pipelining.registry import plan_pipeline
 from fxmem.pipelining.schedules import Schedule, gpipe, one_f_one_b, one_f_one_b_n, torch_schedule
 from fxmem.planners import Options
+from fxmem.planners import effort as planning
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Machine
 from fxmem.schedule.actions import Tier
@@ -43,6 +44,8 @@ _MOST_BLOCKS = 96
 _NUM_ATTEMPTS = 4
 _STAGE_SOLVE_S, _STAGES_SOLVE_S = 0.5, 4.0
 """Default time limits of a try to plan one stage, and of one for every device."""
+_OP_S, _BLOCK_S = 2e-3, 2e-4
+"""Effort of capturing an op, and of proposing: for every block, device and microbatch of the chain."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,10 @@ class ModelPlanner:
         batch: Sequence[Tensor],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        effort: planning.Effort | None = None,
     ) -> None:
         self.runtime, self.request, self.num_microbatches = runtime, request, num_microbatches
+        self._effort = effort or planning.Effort()
         tensors = [*model.parameters(), *model.buffers(), *batch]
         may_run = not any(t.is_meta or isinstance(t, compat.FakeTensor) for t in tensors)
         trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
@@ -100,7 +105,8 @@ class ModelPlanner:
         self._chain = model_chain(joint, program, lambda name: self._static_sizes.get(name, 0.0), most, stages)
         self._cluster = Cluster(request.num_devices, 1.0, LINKS["cpu" if self._is_cpu() else "cuda"])
         solve_s = request.solve_s or min(_STAGE_SOLVE_S, _STAGES_SOLVE_S / request.num_devices)
-        options = Options(solve_s=solve_s, tiers=request.tiers, machine=self._machine())
+        options = Options(solve_s=solve_s, tiers=request.tiers, machine=self._machine(), effort=self._effort)
+        self._effort.spend(_OP_S * len(program.ops))
         self.realiser = Realiser(runtime, program, self._beside, self._cluster, request.stage_planner, options, limit_s)
 
     def _rounding(self) -> int:
@@ -167,6 +173,7 @@ class ModelPlanner:
     def _plan(self, kind: str, memory_bytes: float) -> PipelinePlan:
         """The chain's plan by the planner asked for and that kind of schedule. Raises BudgetInfeasible."""
         request, problem = self.request, self.problem(memory_bytes)
+        self._effort.spend(_BLOCK_S * len(problem.chain) * request.num_devices * self.num_microbatches)
         if kind in ("auto", "1f1b-n", "zero-bubble"):
             if request.planner != "auto":
                 return plan_pipeline(problem.chain, problem.cluster, self.num_microbatches, planner=request.planner)

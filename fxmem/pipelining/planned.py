@@ -19,7 +19,7 @@ from fxmem.pipelining.decision import Driver, PipelineResult
 from fxmem.pipelining.model_plan import Request
 from fxmem.pipelining.registry import PLANNERS
 from fxmem.runtime.pipeline.batch import LossWeight, split_batch
-from fxmem.runtime.pipeline.params import Init
+from fxmem.runtime.pipeline.params import Init, verify_plain
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.runtime.pipeline.stage import Stage
 
@@ -91,7 +91,8 @@ def pipeline(
     or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute.
 
     In a process group rank 0 decides and the others follow, so that every rank may call this with its own copy of the
-    model. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
+    model; ranks that ask for different things are refused. Modes of modules and `torch.autocast` are those in force
+    now. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
     stage, its bytes and the smallest budget found.
     """
     _check(num_stages, num_microbatches, schedule, planner, args)
@@ -99,6 +100,7 @@ def pipeline(
         budget, planner=stage_planner, tiers=tiers, offload_dir=offload_dir, optimizer=optimizer, loss_fn=loss_fn,
         device_spec=device_spec, solve_s=solve_s,
     )  # fmt: skip
+    verify_plain(model)
     limit = resolve_budget(budget)
     batch = [t for t in compat.tree_leaves((tuple(args), dict(kwargs or {}))) if isinstance(t, Tensor)]
     counts = (num_microbatches,) if num_microbatches else microbatch_counts(batch, num_stages)

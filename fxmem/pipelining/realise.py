@@ -30,6 +30,9 @@ from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.units import align_up
 
 NUM_ROUNDS = 8
+_CUT_OP_S, _LOWERED_OP_S, _PLAYED_S = 2e-4, 2.5e-4, 1e-3
+"""Effort (see `fxmem.planners.effort`): of cutting, for every op of the stages; of lowering a planned stage, for every
+op; of playing a schedule, for every action."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Realiser:
     ) -> None:
         self.pipeline, self.program, self.beside, self.cluster = pipeline, program, beside, cluster
         self._planner, self._options, self._measure_s = planner, options, measure_s
+        self.effort = options.effort
         self._costs = {op.name: op for op in program.ops}
         self._planners: dict[str, StagePlanner] = {}
         self._bytes: dict[tuple[tuple[int, ...], int, tuple[object, ...]], StageBytes] = {}
@@ -141,6 +145,7 @@ class Realiser:
     def bytes_of(self, graph: StageGraph, positions: tuple[int, ...], actions: StageActions) -> StageBytes:
         key = (positions, graph.index, actions.actions)
         if key not in self._bytes:
+            self.effort.spend(_LOWERED_OP_S * len(graph.joint.nodes))
             program = self.program_of(graph, positions)
             code = StageCode(graph, actions.actions)
             self._bytes[key] = StageBytes(code, program, self.beside.rounding, self._workspace)
@@ -167,6 +172,7 @@ class _Cut:
         pipeline.cut(positions, "actions", self.rows, rank_of)
         self.graphs, self.rank_of = pipeline.stage_graphs, rank_of
         self.transfers = compat.with_transfers(self.rows, rank_of)
+        of.effort.spend(_CUT_OP_S * sum(len(graph.joint.nodes) for graph in self.graphs))
         self.in_flight = schedule.in_flight_of_stage
         self.planners = [of.planner_of(g, of.program_of(g, positions)) for g in self.graphs]
         self.beside = [self._beside(rank) for rank in range(schedule.num_devices)]
@@ -239,6 +245,7 @@ class _Cut:
     def realised(self, stages: Sequence[StageActions]) -> Realised:
         """These stages with every rank's memory played and the step simulated."""
         of, graphs = self.of, self.graphs
+        of.effort.spend(_PLAYED_S * sum(map(len, self.transfers)))
         found = {g.index: of.bytes_of(g, self.positions, a) for g, a in zip(graphs, stages, strict=True)}
 
         def canonical(at: StageBytes, name: str) -> str:

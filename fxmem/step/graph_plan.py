@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,16 +22,20 @@ from fxmem.planners import Options
 from fxmem.planners.plan import STAYS, Plan, make_plan
 from fxmem.schedule import Machine
 from fxmem.step.joined import Joined
+from fxmem.step.ranks import made_once
 
 
 def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> Program:
     """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`.
 
-    Without `may_run` nothing is measured: costs are those measured before, or estimates.
+    Without `may_run` nothing is measured: costs are those measured before, or estimates. In a process group the rank
+    that has the graph first measures for all, so that all make the same plan of it.
     """
     program = replace(program_from_joint(joint), graph=joint.fingerprint)
-    limit_s = cost.PROFILE_LIMIT_S if may_run else 0.0
-    return cost.annotate(program, joint.graph_module, settings.device_spec, limit_s=limit_s)
+    if settings.device_spec is not None or not may_run:
+        return cost.annotate(program, joint.graph_module, settings.device_spec, limit_s=0.0)
+    key = f"costs/{joint.fingerprint}/{sorted(program.hints.items())}"
+    return made_once(key, functools.partial(cost.find_costs, program, joint.graph_module)).apply(program)
 
 
 def plan_graph(

@@ -13,6 +13,7 @@ from fxmem import compat
 from fxmem.capture.fakes import modules_of
 from fxmem.errors import OptionError
 from fxmem.ir.program import Program
+from fxmem.step.parallel import parallel_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -40,7 +41,7 @@ def beside_graph_bytes(function: Callable[..., Any], program: Program, first_gra
     tensors = [t for m in modules_of(function) for t in (*m._parameters.values(), *m._buffers.values())]
     nbytes = program.nbytes()
     in_graph = sum(nbytes[s] for s in {s for i in program.static for s in program.ops[i].storages})
-    beside = max(0, storage_bytes(tensors) - in_graph)
+    beside = max(0, storage_bytes(tensors) - in_graph) + parallel_bytes(function)
     if not first_graph:
         return beside
     trainable = storage_bytes(p for p in parameters_of(function) if p.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -32,18 +32,33 @@ class Microbatch:
     @property
     def signature(self) -> Signature:
         return tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf).__name__, repr(leaf))
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf, str(leaf))
             for leaf in self.leaves
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The leaves that are tensors, in order: the others are constants of the captured graph."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with `tensors` in place of its own."""
+        _, build = compat.flatten((self.args, dict(self.kwargs)))
+        given = iter(tensors)
+        args, kwargs = build([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+        return tuple(args), kwargs
 
 
 def split_batch(args: Sequence[Any], kwargs: Mapping[str, Any], num_microbatches: int) -> tuple[Microbatch, ...]:
     """Cut every tensor whose first dimension is the batch (that of the first tensor) as evenly as possible.
 
     Larger parts come first; other arguments go to every microbatch. Raises OptionError when there are fewer rows than
-    microbatches.
+    microbatches, or for an argument that can't be told from another one of its type.
     """
     leaves, build = compat.flatten(((*args,), dict(kwargs)))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | Hashable):
+            raise OptionError(f"an argument is a {type(leaf).__name__}: give a tensor, a number, a string or the like")
     batched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not batched:
         raise OptionError("the arguments hold no tensor with a batch dimension")

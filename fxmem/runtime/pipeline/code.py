@@ -51,14 +51,9 @@ class StageCode:
 
     @cached_property
     def data_positions(self) -> tuple[int, ...]:
-        """Which of the microbatch's leaves forward takes, in order."""
+        """Which of the microbatch's tensors forward takes, in order."""
         descriptions = {n.name: n.meta["desc"] for n in self.graph.joint.nodes if n.name in set(self.graph.data)}
         return tuple(descriptions[name].idx for name in self.graph.data)
-
-    @cached_property
-    def unread(self) -> frozenset[str]:
-        """Statics that nothing reads: any value will do."""
-        return frozenset(n.name for n in self.graph.joint.nodes if n.op == "placeholder" and not n.users)
 
     @cached_property
     def tangents(self) -> tuple[Tensor, ...]:

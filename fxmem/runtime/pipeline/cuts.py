@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import fx
 
 from fxmem.capture import JointGraph
-from fxmem.passes.stage_assign import stage_by_position
-from fxmem.passes.stage_split import CutError, Cuts
+from fxmem.passes.stage_assign import Cuts, Homes, stage_by_position
 
 
 class Anchors:
@@ -21,21 +21,15 @@ class Anchors:
         self._stages = list(stages.values())
         self._uses = {use: stages[node] for use, node in _uses(joint)}
 
-    def cuts_in(self, joint: JointGraph) -> dict[int, int]:
-        """Stage of every forward op of `joint` by its index. Raises CutError if that graph lacks a stage."""
-        ops = [(i, n) for i, n in enumerate(joint.nodes[: joint.num_forward_nodes]) if n.op == "call_function"]
-        if [str(node.target) for _, node in ops] == self._targets:
-            return {i: stage for (i, _), stage in zip(ops, self._stages, strict=True)}
+    def stages_in(self, joint: JointGraph) -> Homes:
+        """Stage of every forward op of `joint`. Some stages may have none (a branch not taken), but for the last."""
+        ops = [n for n in joint.nodes[: joint.num_forward_nodes] if n.op == "call_function"]
+        if [str(node.target) for node in ops] == self._targets:
+            return dict(zip(ops, self._stages, strict=True))
         of_node = {node: self._uses[use] for use, node in _uses(joint) if use in self._uses}
-        found: dict[int, int] = {}
-        current = 0
-        for i, node in ops:
-            current = max(current, of_node.get(node, current))
-            found[i] = current
-        missing = set(self._stages) - set(found.values())
-        if missing:
-            raise CutError(f"the graph of this shape or mode uses no parameter of stages {sorted(missing)}")
-        return found
+        of_node |= dict.fromkeys([n for n in ops if n is joint.outputs[0]], self._stages[-1])  # the loss
+        of_positions = itertools.accumulate((of_node.get(node, 0) for node in ops), max)
+        return dict(zip(ops, of_positions, strict=True))
 
 
 def _uses(joint: JointGraph) -> Iterator[tuple[tuple[str, int], fx.Node]]:

@@ -10,19 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxmem import compat
 from fxmem.errors import OptionError
 
 Init: TypeAlias = Callable[[str, Tensor], None]
 """Fills a new parameter or buffer, given its name in the model; a name must give the same values on all ranks."""
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and attributes that are tensors, under every name."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        plain = {name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)}
+        named |= {f"{path}.{name}" if path else name: value for name, value in plain.items()}
+    return named
+
+
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose tensors are on the meta device; ties between parameters are kept."""
+    """A copy of `model` whose tensors are on the meta device; ties between parameters are kept.
+
+    Attributes that are tensors become buffers that no state dict holds.
+    """
     memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        meta = torch.empty_like(tensor, device="meta")
+    for tensor in tensors_of(model).values():
+        meta = torch.empty_like(tensor, device="meta", requires_grad=False)
         memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    return copy.deepcopy(model, memo)
+    skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        for name in [name for name, value in module.__dict__.items() if isinstance(value, Tensor)]:
+            module.register_buffer(name, module.__dict__.pop(name), persistent=False)
+    return skeleton
 
 
 class Names:
@@ -130,18 +147,46 @@ class Parameters:
                 dist.recv(total, group_src=ranks[0], group=group)
             _add_gradient(self.tensors[name], total)
 
+    def verify_hooks(self, several: Iterable[str]) -> None:
+        """Raises OptionError for a parameter with hooks whose gradient of one microbatch is never there as a whole.
+
+        `several`: names of those that get it in several terms on this rank.
+        """
+        for name in {*self.shared, *several} & self.tensors.keys():
+            if compat.has_gradient_hooks(self.tensors[name]):
+                raise OptionError(
+                    f"{name} has hooks on its gradient, but is used in several stages, none of which has all of its "
+                    "gradient: change p.grad after the step instead, or cut so that one stage has all of its uses"
+                )
+
     def forget_step(self) -> None:
         """Drop what a failed step left behind."""
         self._pending.clear()
+
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def verify_plain(model: nn.Module) -> None:
+    """Raises OptionError for a model wrapped for data parallelism, whose hooks on forward and backward never run here,
+    or with parameters that are no plain tensors."""
+    for name, module in model.named_modules():
+        wrappers = _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}
+        own = [p for p in module._parameters.values() if p is not None]
+        kinds = wrappers | {type(p).__name__ for p in own if compat.is_wrapper_subclass(p)}
+        if kinds:
+            raise OptionError(
+                f"{name or 'the model'} is a {type(module).__name__} ({', '.join(sorted(kinds))}): stages run captured "
+                "graphs, in which it does nothing. Give the model itself to fxmem.pipeline; after every step "
+                "all_reduce the gradients over the ranks that hold the same stage"
+            )
 
 
 def _by_name(source: nn.Module | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     if source is None:
         return {}
     if isinstance(source, nn.Module):
-        return dict(source.named_parameters(remove_duplicate=False)) | dict(
-            source.named_buffers(remove_duplicate=False)
-        )
+        return tensors_of(source)
     return dict(source)
 
 
@@ -154,7 +199,9 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor, is_own: bool = True) -> None:
-    if parameter.grad is None:
+    if compat.has_gradient_hooks(parameter):
+        parameter.backward(gradient)  # what runs them where a model runs under autograd
+    elif parameter.grad is None:
         parameter.grad = _owned(gradient, parameter, is_own)
     else:
         parameter.grad.add_(gradient)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxmem import compat
 from fxmem.capture import JointGraph, capture
-from fxmem.capture.loss import WithLoss
-from fxmem.errors import OptionError
+from fxmem.errors import CaptureError, OptionError
 from fxmem.passes.offload import open_transfers
+from fxmem.passes.stage_carry import split_held
 from fxmem.passes.stage_split import CutError, Cuts, StageGraph, split_stages
 from fxmem.runtime.pipeline.batch import LossWeight, Microbatch, Signature, split_batch
 from fxmem.runtime.pipeline.code import PlanStage, StageCode, stage_program
 from fxmem.runtime.pipeline.cuts import Anchors
-from fxmem.runtime.pipeline.params import Init, Names, Parameters, skeleton_of
+from fxmem.runtime.pipeline.params import Init, Names, Parameters, skeleton_of, tensors_of
 from fxmem.runtime.pipeline.schedule import SEVERAL, SINGLE, V_SHAPED, make_schedule
-from fxmem.runtime.pipeline.stage import Stage
+from fxmem.runtime.pipeline.stage import Mode, Stage
+from fxmem.runtime.pipeline.traced import Attributes, Autocast, Traced
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,15 @@ class Pipeline:
         self.schedule_name = ""
         self.plan_stage: PlanStage | None = None
         self.offload_dir: str | Path | None = None
-        self._values = _tensors_of(model)  # until stages are made, then only what no state dict holds
+        self._values = tensors_of(model)  # until stages are made, then only what no state dict holds
         self._skeleton = skeleton_of(model)
         self._names = Names(self._skeleton)
         self._loss_fn, self._first = loss_fn, parts[0]
         self._device = torch.device(device)
-        self._graphs: dict[tuple[Signature, bool], tuple[StageGraph, ...]] = {}
-        self._codes: dict[tuple[Signature, bool, int], StageCode] = {}
-        self.joint = self._capture(parts[0], True)
+        self._graphs: dict[tuple[Signature, Mode], tuple[StageGraph, ...]] = {}
+        self._codes: dict[tuple[Signature, Mode, int], StageCode] = {}
+        self._mode = Mode(True, self._skeleton.training, Autocast.of(self._device))
+        self.joint = self._capture(parts[0], self._mode)
 
     def cut(
         self, cuts: Cuts, schedule_name: str, rows: Sequence[Sequence[Any]] = (), rank_of: Sequence[int] = ()
@@ -92,7 +93,7 @@ class Pipeline:
         Raises OptionError, CutError.
         """
         self.stage_graphs = split_stages(self.joint, cuts)
-        self._graphs = {(self._first.signature, True): self.stage_graphs}
+        self._graphs = {(self._first.signature, self._mode): self.stage_graphs}
         self._codes.clear()
         self._anchors = Anchors(self.joint, cuts)
         self.schedule_name = schedule_name
@@ -199,16 +200,24 @@ class Pipeline:
         """A torch.distributed.pipelining schedule over the stages of this rank; see `PlannedSteps.step`."""
         return make_schedule(self, [stage] if isinstance(stage, Stage) else list(stage))
 
-    def code(self, index: int, part: Microbatch, training: bool) -> StageCode:
-        """What stage `index` runs for microbatches shaped like `part`; captured when such a shape is first seen."""
-        key = (part.signature, training, index)
+    def code(self, index: int, part: Microbatch, mode: Mode) -> StageCode:
+        """What stage `index` runs for microbatches shaped like `part`; captured when such a shape is first seen.
+
+        Raises OptionError for a training step under another autocast than the one it was planned under.
+        """
+        key = (part.signature, mode, index)
         if key not in self._codes:
+            if mode.has_backward and mode.autocast != self._mode.autocast:
+                raise OptionError(
+                    f"the step runs under {mode.autocast}, the pipeline was planned under {self._mode.autocast}: call "
+                    "fxmem.pipeline (or build_pipeline) within the torch.autocast that is around the step"
+                )
             if key[:2] not in self._graphs:
-                joint = self._capture(part, training)
-                self._graphs[key[:2]] = split_stages(joint, self._anchors.cuts_in(joint))
+                joint = self._capture(part, mode)
+                self._graphs[key[:2]] = self._split(joint)
             graph = self._graphs[key[:2]][index]
             program = stage_program(graph)
-            actions = self.plan_stage(graph, program) if self.plan_stage and training else None
+            actions = self.plan_stage(graph, program) if self.plan_stage and mode.has_backward else None
             transfers = open_transfers(program, actions or (), self.offload_dir)
             self._codes[key] = StageCode(graph, actions, transfers.key)
             weakref.finalize(self._codes[key], transfers.close)
@@ -221,32 +230,58 @@ class Pipeline:
             self._device = device
             self._codes.clear()
             if not is_same_type:
-                self.joint = self._capture(self._first, True)
-                self.stage_graphs = split_stages(self.joint, self._anchors.cuts_in(self.joint))
-                self._graphs = {(self._first.signature, True): self.stage_graphs}
+                self._mode = self._mode._replace(autocast=self._mode.autocast._replace(device=device.type))
+                self.joint = self._capture(self._first, self._mode)
+                self.stage_graphs = self._split(self.joint)
+                self._graphs = {(self._first.signature, self._mode): self.stage_graphs}
 
-    def _capture(self, part: Microbatch, training: bool) -> JointGraph:
-        module = self._skeleton if self._loss_fn is None else WithLoss(self._skeleton, self._loss_fn)
-        before = self._skeleton.training
-        module.train(training)
-        args = compat.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), part.args)
-        kwargs = compat.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), dict(part.kwargs))
+    def _split(self, joint: JointGraph) -> tuple[StageGraph, ...]:
+        """The stages of another graph of the model, which hold what those that were planned hold."""
+        held = [set(self.held(rank)) for rank in self.rank_of]
+        holders = {
+            name: frozenset(stage for stage, names in enumerate(held) if canonical in names)
+            for name, canonical in self._names.canonical.items()
+        }
+        return split_held(joint, self._anchors.stages_in(joint), self.num_stages, holders)
+
+    def _capture(self, part: Microbatch, mode: Mode) -> JointGraph:
+        """The graph of `part`. Raises CaptureError; CutError for a model whose graph depends on what it counts."""
+        attributes = Attributes(self._skeleton)
         try:
-            (joint,) = capture(module, args, kwargs, train=training, device=self._device, frontend="aot")
+            joint = self._trace(part, mode)
+            if changed := attributes.changed():
+                attributes.restore(keep_plain=True)
+                if self._trace(part, mode).fingerprint != joint.fingerprint:
+                    raise CutError(
+                        f"forward changes {', '.join(changed)} and computes with it: stages run one captured graph, in "
+                        "which it would stay as it was; make it a buffer, or an argument of the model"
+                    )
         finally:
-            self._skeleton.train(before)
-        if training:
-            _require_one_loss(joint)
+            attributes.restore()
         return joint
+
+    def _trace(self, part: Microbatch, mode: Mode) -> JointGraph:
+        if mode.is_training != self._skeleton.training:
+            self._skeleton.train(mode.is_training)
+        module = Traced(self._skeleton, self._loss_fn, part)
+        args = tuple(torch.empty_like(t, device="meta") for t in part.tensors)
+        with mode.autocast.set():
+            try:
+                (joint,) = capture(module, args, train=mode.has_backward, device=self._device, frontend="aot")
+            except CaptureError as error:
+                if "fake buffer" not in str(error):
+                    raise
+                raise CaptureError(
+                    "forward reads a tensor that is no parameter, buffer, attribute of a module or argument (in a list "
+                    "or dictionary, a global, a closure?): make it a buffer", error.source,
+                ) from error  # fmt: skip
+        if mode.has_backward:
+            _require_one_loss(joint)
+        return replace(joint, names={node: name.removeprefix("model.") for node, name in joint.names.items()})
 
     def canonical(self, graph: StageGraph, placeholder: str) -> str:
         """The parameter or buffer behind an input of a stage, by its first name in the model."""
-        name = graph.joint.names[placeholder]
-        return self._names.canonical[name.removeprefix("model.") if self._loss_fn is not None else name]
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        return self._names.canonical[graph.joint.names[placeholder]]
 
 
 def _require_one_loss(joint: JointGraph) -> None:

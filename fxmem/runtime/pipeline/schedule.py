@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,7 +13,9 @@ from fxmem import compat
 from fxmem.errors import FxmemError, OptionError
 from fxmem.runtime.pipeline.arrivals import Arrivals, Message
 from fxmem.runtime.pipeline.batch import LossWeight, loss_weights, split_batch
+from fxmem.runtime.pipeline.params import verify_plain
 from fxmem.runtime.pipeline.stage import Stage
+from fxmem.runtime.pipeline.traced import Autocast
 
 SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
 SEVERAL = {
@@ -73,7 +76,9 @@ class PlannedSteps:
             stage.begin(parts, weights)
         found: list[Tensor] = []
         try:
-            self._run(found)
+            self._prepare()
+            with Autocast.of(self.own_stages[0].device)._replace(is_on=False).set():  # casts are in the graphs
+                self._run(found)
             if self._has_backward:
                 first = self.own_stages[0]
                 first.parameters.reduce_shared(first.group_rank, first.group)
@@ -88,6 +93,18 @@ class PlannedSteps:
         if not found:
             return None
         return torch.stack([loss * weight for loss, weight in zip(found, weights, strict=True)]).sum()
+
+    def _prepare(self) -> None:
+        """Have all that the step will run, so that what is refused is refused on all ranks before anything moves.
+
+        Raises CaptureError, CutError, OptionError.
+        """
+        several: Counter[str] = Counter()
+        for stage in self.own_stages:
+            verify_plain(stage.submod)
+            codes = [stage.code(chunk) for chunk in range(self._n_microbatches)]
+            several.update(stage.gradient_names(codes[0]) if self._has_backward else ())
+        self.own_stages[0].parameters.verify_hooks(name for name, count in several.items() if count > 1)
 
     def _run(self, losses: list[Tensor]) -> None:
         count = self._n_microbatches

@@ -8,21 +8,31 @@ exist from when they are posted to when forward has used them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from fxmem.passes.stage_split import CutError, StageGraph
+from fxmem.passes.stage_split import StageGraph
 from fxmem.runtime.pipeline.batch import Microbatch
 from fxmem.runtime.pipeline.code import StageCode
 from fxmem.runtime.pipeline.params import Parameters
 from fxmem.runtime.pipeline.sink import Sink
+from fxmem.runtime.pipeline.traced import Autocast
 
-CodeOf = Callable[[int, Microbatch, bool], StageCode]
-"""(stage, microbatch, is training) -> what it runs."""
+
+class Mode(NamedTuple):
+    """How a graph is captured: with a backward or not, the modules' mode, and the autocast around the step."""
+
+    has_backward: bool
+    is_training: bool
+    autocast: Autocast
+
+
+CodeOf = Callable[[int, Microbatch, Mode], StageCode]
+"""(stage, microbatch, mode) -> what it runs."""
 
 
 class Stage(PipelineStage):
@@ -52,6 +62,8 @@ class Stage(PipelineStage):
     def begin(self, parts: Sequence[Microbatch], weights: Sequence[float]) -> None:
         """Take the microbatches of the coming step and the factors of their losses."""
         self._parts, self._weights = parts, weights
+        is_training = self.submod.training
+        self._mode = Mode(self.has_backward or is_training, is_training, Autocast.of(self.device))
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -68,7 +80,7 @@ class Stage(PipelineStage):
         return len(self._saved)
 
     def code(self, chunk: int) -> StageCode:
-        return self._code_of(self.stage_index, self._parts[chunk], self.has_backward or self.submod.training)
+        return self._code_of(self.stage_index, self._parts[chunk], self._mode)
 
     def forward_one_chunk(
         self,
@@ -79,9 +91,9 @@ class Stage(PipelineStage):
     ) -> Any:
         """Run forward; returns what goes to the next stage, or the microbatch's loss (the first output)."""
         code = self.code(fwd_chunk_id)
-        graph, leaves = code.graph, self._parts[fwd_chunk_id].leaves
+        graph, tensors = code.graph, self._parts[fwd_chunk_id].tensors
         inputs: list[Any] = [self._static(code, name) for name in graph.statics]
-        inputs += [self._to_device(leaves[position]) for position in code.data_positions]
+        inputs += [tensors[position].to(self.device) for position in code.data_positions]
         inputs += self._received.pop(fwd_chunk_id, [])
         if not self.is_first:
             self._was_used("F", fwd_chunk_id)
@@ -129,8 +141,12 @@ class Stage(PipelineStage):
         (tangent,) = code.tangents
         return [torch.full((), self._weights[chunk], dtype=tangent.dtype, device=self.device)]
 
+    def gradient_names(self, code: StageCode) -> list[str]:
+        """The parameter of each gradient that a backward delivers."""
+        return [self._canonical(code.graph, name) for name in code.graph.gradients]
+
     def _sink(self, code: StageCode) -> Sink:
-        names = [self._canonical(code.graph, name) for name in code.graph.gradients]
+        names = self.gradient_names(code)
 
         def add(position: int, gradient: Tensor, is_own: bool) -> None:
             self.parameters.accumulate(names[position], gradient, is_own)
@@ -138,11 +154,8 @@ class Stage(PipelineStage):
         return add
 
     def _static(self, code: StageCode, name: str) -> Tensor | None:
-        """The parameter or buffer; in another mode or shape, the graph may place unread ones in another stage."""
-        canonical = self._canonical(code.graph, name)
-        if canonical not in self.parameters.tensors and name not in code.unread:
-            raise CutError(f"stage {self.stage_index} reads {canonical} in this shape or mode, but does not hold it")
-        return self.parameters.tensors.get(canonical)
+        """The parameter or buffer; None for one that nothing reads and another stage holds."""
+        return self.parameters.tensors.get(self._canonical(code.graph, name))
 
     def _was_used(self, kind: str, chunk: int) -> None:
         if self.on_use is not None:
@@ -151,9 +164,6 @@ class Stage(PipelineStage):
     def _is_here(self, stage: int) -> bool:
         """Does `stage` run on this rank?"""
         return self.stage_index_to_group_rank.get(stage) == self.group_rank
-
-    def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
 
     # messages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,13 +52,16 @@ class Arena:
         self.host = np.empty(0, dtype=np.uint8)
 
 
-def open_arena(layout: Layout, file: DiskFile | None, pinned: bool) -> Arena:
-    """Allocate; `pinned`: page-locked host memory for CUDA. Raises OffloadError and leaves nothing behind."""
+def open_arena(layout: Layout, file: DiskFile | None, pinned_for: torch.device | None) -> Arena:
+    """Allocate; `pinned_for`: page-locked host memory for that CUDA device.
+
+    Raises OffloadError and leaves nothing behind.
+    """
     nbytes = layout.host_bytes + layout.stage_bytes
     arena = Arena(layout, host_bytes(nbytes))
     try:
-        if pinned and nbytes:
-            arena.unpin = pin(arena.host)
+        if pinned_for is not None and nbytes:
+            arena.unpin = pin(arena.host, pinned_for)
         if layout.disk_bytes:
             if file is None:
                 raise OffloadError("offload to disk: no offload_dir was named")
@@ -79,19 +83,21 @@ def host_bytes(nbytes: int) -> Bytes:
         raise _refused(nbytes, cause) from cause
 
 
-def pin(host: Bytes) -> Callable[[], None]:
-    """Page-lock `host` in place (exactly its bytes; torch's pinned allocator would round up to a power of two).
+def pin(host: Bytes, device: torch.device) -> Callable[[], None]:
+    """Page-lock `host` in place for copies of `device`; returns what undoes it. Raises OffloadError.
 
-    Returns what undoes it. Raises OffloadError.
+    Exactly its bytes: torch's pinned allocator would round up to a power of two.
     """
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(host.ctypes.data, host.nbytes, _PORTABLE)
     if int(code) != 0:
+        with contextlib.suppress(RuntimeError):  # the failure is this thread's last error: the next launch takes it for
+            torch.zeros(1, device=device)  # its own, raises it, and so clears it
         raise _refused(host.nbytes, RuntimeError(f"cudaHostRegister: {code}"))
     address = host.ctypes.data
 
     def unpin() -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(address)
 
     return unpin

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
+from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.arena import Arena
 from fxmem.runtime.transfers.disk_file import Bytes, DiskFile
-from fxmem.runtime.transfers.engine import Engine, Hook, Moment, StepState, Transfer
+from fxmem.runtime.transfers.engine import Engine, Hook, Moment, Step, StepState, Transfer
 from fxmem.runtime.transfers.layout import Layout
 from fxmem.runtime.transfers.worker import Job, Worker
 
@@ -37,28 +38,38 @@ class _Stages:
 
     users: list[tuple[Bytes, Job, torch.cuda.Event | None]] = field(default_factory=list)
 
-    def take(self, place: Bytes) -> list[tuple[Job, torch.cuda.Event | None]]:
+    def earlier(self, place: Bytes) -> list[tuple[Job, torch.cuda.Event | None]]:
         """Users of bytes in `place`: whoever writes there next must let them finish."""
-        clashing = [user for user in self.users if _overlap(place, user[0])]
-        self.users = [user for user in self.users if not _overlap(place, user[0])]
-        return [(job, event) for _, job, event in clashing]
+        return [(job, event) for theirs, job, event in self.users if _overlap(place, theirs)]
+
+    def add(self, place: Bytes, job: Job, event: torch.cuda.Event | None) -> None:
+        """A user that waits for the earlier ones; those with bytes outside of `place` are still to be waited for."""
+        self.users = [user for user in self.users if not _covers(place, user[0])]
+        self.users.append((place, job, event))
 
 
 class CudaEngine(Engine):
     """Host and disk tiers of one CUDA device. `layout.staged` must be set if any slot is on disk."""
 
-    pinned = True
-
     def __init__(
         self, layout: Layout, device: torch.device, file: DiskFile | None = None, hook: Hook | None = None
     ) -> None:
         super().__init__(layout, file, hook)
-        self.device = device
+        self.device = self.pinned_for = device
         self.d2h, self.h2d = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._write, self._read = Worker("fxmem-disk-write"), Worker("fxmem-disk-read")
         self._copies: dict[tuple[int, int, int], _Copy] = {}  # (step, slot, data pointer; -1: out)
         self._writes: dict[tuple[int, int], Job] = {}  # (step, slot) -> host memory to disk
         self._stages: weakref.WeakKeyDictionary[Arena, _Stages] = weakref.WeakKeyDictionary()
+
+    def begin(self) -> Step:
+        """Also raises OffloadError while a CUDA graph is captured: disk and host have no part in one."""
+        if torch.cuda.is_current_stream_capturing():
+            raise OffloadError(
+                "offload: a CUDA graph is being captured, and transfers can't be part of one; "
+                'compile without tiers, or without CUDA graphs (mode="reduce-overhead")'
+            )
+        return super().begin()
 
     def _start_out(self, state: StepState, transfer: Transfer) -> None:
         assert transfer.source is not None
@@ -66,7 +77,7 @@ class CudaEngine(Engine):
         on_disk = arena.layout.slots[index].tier == "disk"
         host = (arena.stage(index, 0) if on_disk else arena.host_slot(index))[: transfer.nbytes]
         if on_disk:
-            for job, event in self._stages_of(arena).take(host):
+            for job, event in self._stages_of(arena).earlier(host):
                 job.join()
                 if event is not None:
                     self.d2h.wait_event(event)
@@ -77,7 +88,7 @@ class CudaEngine(Engine):
             assert arena.disk is not None
             job = self._write.submit(partial(_write, copy.done, host, arena.disk, arena.file_offset(index)))
             self._writes[state.number, transfer.slot] = job
-            self._stages_of(arena).users.append((host, job, None))
+            self._stages_of(arena).add(host, job, None)
 
     def _finish_out(self, state: StepState, transfer: Transfer) -> None:
         self._wait_for(self._copies.pop((state.number, transfer.slot, -1)))
@@ -91,7 +102,7 @@ class CudaEngine(Engine):
             self._copies[key] = self._enqueue(self.h2d, target, torch.from_numpy(host), "in", transfer.slot)
             return
         host = arena.stage(index, transfer.num_reloads)[: transfer.nbytes]
-        earlier = self._stages_of(arena).take(host)
+        earlier = self._stages_of(arena).earlier(host)
         written = self._writes[state.number, transfer.slot]
         stream = torch.cuda.current_stream(self.device)
         copy = self._copies[key] = _Copy(torch.cuda.Event(), stream)
@@ -109,7 +120,7 @@ class CudaEngine(Engine):
             self._copy_in(copy, ready, target, host, transfer.slot)
 
         copy.job = self._read.submit(read)
-        self._stages_of(arena).users.append((host, copy.job, copy.done))
+        self._stages_of(arena).add(host, copy.job, copy.done)
 
     def _copy_in(self, copy: _Copy, ready: torch.cuda.Event, target: torch.Tensor, host: Bytes, slot: int) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self.h2d):
@@ -172,3 +183,8 @@ def _write(copied: torch.cuda.Event, host: Bytes, file: DiskFile, offset: int) -
 def _overlap(a: Bytes, b: Bytes) -> bool:
     start, other = a.ctypes.data, b.ctypes.data
     return start < other + b.nbytes and other < start + a.nbytes
+
+
+def _covers(a: Bytes, b: Bytes) -> bool:
+    start, other = a.ctypes.data, b.ctypes.data
+    return start <= other and other + b.nbytes <= start + a.nbytes

@@ -264,3 +264,14 @@ def _close_all() -> None:
     closers: list[Callable[[], None]] = [file.close for file in _OPEN]
     for close in closers:
         close()
+
+
+def _disown() -> None:
+    """In a forked child: the files are the parent's."""
+    for file in _OPEN:
+        os.close(file._fd)
+        file._fd, file._lock = -1, threading.Lock()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_disown)

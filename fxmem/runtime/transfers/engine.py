@@ -8,6 +8,7 @@ never.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 
 from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.arena import Arena, open_arena
-from fxmem.runtime.transfers.disk_file import DiskFile
+from fxmem.runtime.transfers.disk_file import DiskFile, shared_file
 from fxmem.runtime.transfers.layout import Layout, lay_out
 
 Moment = Literal["arena", "out", "in"]
@@ -31,6 +32,14 @@ _STALE = (
     "offload: slot {} is reloaded after another took its place: backward has already run once and reused the memory; "
     "to run it twice (retain_graph=True) compile without tiers"
 )
+_OVER = (
+    "offload: step {} is over; its handles were used after they died. Saved-tensor hooks that copy what forward saves "
+    "(torch.autograd.graph.save_on_cpu and the like) copy handles, too, which ends the step: leave tensors of int64 on "
+    "the CPU as they are, or compile without tiers"
+)
+_FORKED = "offload: this step began in another process, before a fork; run forward again in this one"
+_RECENT_STEPS = 16
+"""As many idle arenas are kept as would have served that many steps, the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,16 @@ class StepState:
         return self.arena, slot
 
 
+def _retire(retired: deque[int], state: StepState) -> None:
+    """A step's last handle died, on whatever thread: device bytes on their way out are given up, all else is for later.
+
+    A copy that still reads them holds them (CPU), or reads what nobody will want (CUDA).
+    """
+    for transfer in list(state.transfers.values()):
+        transfer.source = None
+    retired.append(state.number)
+
+
 class Engine(ABC):
     """Moves the slots of one plan. Call from one thread at a time; subclasses do the copying.
 
@@ -97,7 +116,8 @@ class Engine(ABC):
     Every failure is an OffloadError; it ends the step it happens in, and no other.
     """
 
-    pinned = False
+    pinned_for: torch.device | None = None
+    """CUDA device for which host memory is page-locked."""
 
     def __init__(self, layout: Layout, file: DiskFile | None = None, hook: Hook | None = None) -> None:
         self.layout = layout
@@ -108,8 +128,10 @@ class Engine(ABC):
         self._steps: dict[int, StepState] = {}
         self._alive: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
         self._idle: list[Arena] = []
+        self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)  # steps in flight at the beginning of each
         self._retired: deque[int] = deque()  # appended to by finalizers, anywhere: no locks there
         self._is_closed = False
+        _ALL.add(self)
 
     # copies, by subclass; each may raise OffloadError
 
@@ -151,21 +173,23 @@ class Engine(ABC):
         arena = arena or self._open_arena(self.layout)
         self._num_steps += 1
         step = Step(self._num_steps)
-        self._steps[step.number] = StepState(step.number, arena)
+        state = self._steps[step.number] = StepState(step.number, arena)
         self._alive[step.number] = step
-        weakref.finalize(step, self._retired.append, step.number).atexit = False
+        weakref.finalize(step, _retire, self._retired, state).atexit = False
+        self._recent.append(self._num_in_flight())
+        self._trim()
         return step
 
     def step(self, number: int) -> Step:
         """The step that a handle names. Raises OffloadError if it is over."""
         step = self._alive.get(number)
         if step is None:
-            raise OffloadError(f"offload: step {number} is over; its handles were used after they died")
+            raise OffloadError(_OVER.format(number))
         return step
 
     def _open_arena(self, layout: Layout) -> Arena:
         self.hook("arena", -1)
-        arena = open_arena(layout, self.file, self.pinned)
+        arena = open_arena(layout, self.file, self.pinned_for)
         self.num_allocations += 1
         return arena
 
@@ -173,6 +197,30 @@ class Engine(ABC):
         """Take back the arenas of steps whose handles have all died."""
         while self._retired:
             self._abandon(self._steps.pop(self._retired.popleft()))
+        self._trim()
+
+    def _trim(self) -> None:
+        """Close idle arenas that no recent step would have needed."""
+        while self._idle and len(self._idle) + self._num_in_flight() > max(self._recent, default=0):
+            self._idle.pop().close()
+
+    def _num_in_flight(self) -> int:
+        return sum(state.arena is not None for state in self._steps.values())
+
+    def retire(self) -> None:
+        """Another plan took over: what idles is given back now, the rest as the steps in flight end."""
+        self._recent = deque(maxlen=0)
+        self.collect()
+
+    def forget(self) -> None:
+        """In a forked child: the parent's arenas, file and copies are not its own; steps begun before the fork fail."""
+        for state in self._steps.values():
+            state.error, state.arena = _FORKED, None
+            state.transfers.clear()
+            state.spills.clear()
+        self._idle.clear()
+        if self.file is not None:
+            self.file = shared_file(self.file.folder)
 
     def _abandon(self, state: StepState) -> None:
         """End a step: what it holds on the device and the tiers is free from here on."""
@@ -308,3 +356,14 @@ class Engine(ABC):
         state.error = message
         self._abandon(state)
         raise OffloadError(message) from cause
+
+
+_ALL: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_ALL):
+        engine.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

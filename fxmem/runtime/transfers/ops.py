@@ -10,6 +10,7 @@ below the ops that made them.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +19,21 @@ import torch
 
 from fxmem.errors import OffloadError
 from fxmem.runtime.transfers.engine import Engine, Step
+from fxmem.runtime.transfers.worker import is_copying_thread
 
 _LIBRARY = torch.library.Library("fxmem", "DEF")
-_LIBRARY.define("offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1) -> Tensor")
+_LIBRARY.define(
+    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None) "
+    "-> Tensor"
+)
 _LIBRARY.define("free(Tensor handle, Tensor x) -> Tensor")
 _LIBRARY.define(
     "reload(Tensor handle, SymInt[] size, SymInt[] stride, int offset, ScalarType dtype, Device device, "
     "Tensor[]? after=None) -> Tensor"
 )
 _LIBRARY.define("wait(Tensor(a) x, Tensor handle) -> Tensor(a)")
+for _name in ("offload", "free", "reload", "wait"):  # each is part of the plan, also one whose result nobody reads
+    torch.fx.node.has_side_effect(getattr(torch.ops.fxmem, _name).default)
 
 _ENGINES: dict[int, tuple[Engine, int]] = {}  # key -> engine, times opened
 _KEYS = itertools.count(1)
@@ -46,13 +53,19 @@ def register(engine: Engine, key: int | None = None) -> int:
 
 
 def release(key: int) -> None:
-    """One owner less; the last one's leaving closes the engine."""
+    """One owner less; the last one's leaving closes the engine.
+
+    May run in a finalizer, on whatever thread collects: on a copying thread, which closing waits for, another does it.
+    """
     engine, owners = _ENGINES.get(key, (None, 0))
     if engine is not None and owners > 1:
         _ENGINES[key] = engine, owners - 1
     elif engine is not None:
         del _ENGINES[key]
-        engine.close()
+        if is_copying_thread():
+            threading.Thread(target=engine.close, name="fxmem-close").start()
+        else:
+            engine.close()
 
 
 def engine_of(key: int) -> Engine:
@@ -94,13 +107,29 @@ def flat_bytes(x: torch.Tensor, offset: int = 0, extent: int = -1) -> torch.Tens
     return empty.set_(storage, start, (nbytes,), (1,))
 
 
+def laid_out(x: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+    """`x` if it has `stride` wherever that matters, else a copy that has: readers of the reload count on it.
+
+    A compiler may have laid out `x` otherwise than the graph says. The copy takes device bytes that no plan knows of.
+    """
+    if stride is None or all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
 @torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
 def _offload(
-    x: torch.Tensor, step: torch.Tensor | None, slot: int, runtime: int, offset: int = 0, extent: int = -1
+    x: torch.Tensor,
+    step: torch.Tensor | None,
+    slot: int,
+    runtime: int,
+    offset: int = 0,
+    extent: int = -1,
+    stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
     engine = engine_of(runtime)
     current = engine.begin() if step is None else _open(step)[1]
-    engine.offload(current, slot, flat_bytes(x, offset, extent))
+    engine.offload(current, slot, flat_bytes(laid_out(x, stride), offset, extent))
     return _handle(runtime, current, slot)
 
 
@@ -130,11 +159,17 @@ def _reload(
 def _wait(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     engine, step, slot, _ = _open(handle)
     engine.wait(step, slot, x)
-    return x.view_as(x)
+    return x.as_strided(x.shape, x.stride())  # `view_as` would change the strides of dimensions of one element
 
 
 def _fake_offload(
-    x: torch.Tensor, step: torch.Tensor | None, slot: int, runtime: int, offset: int = 0, extent: int = -1
+    x: torch.Tensor,
+    step: torch.Tensor | None,
+    slot: int,
+    runtime: int,
+    offset: int = 0,
+    extent: int = -1,
+    stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
     return torch.empty(3, dtype=torch.int64, device="cpu")
 
@@ -159,7 +194,7 @@ def _fake_reload(
 
 
 def _fake_wait(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return x.view_as(x)
+    return x.as_strided(x.shape, x.stride())  # `view_as` would change the strides of dimensions of one element
 
 
 for _name, _fake in (("offload", _fake_offload), ("free", _fake_free), ("reload", _fake_reload), ("wait", _fake_wait)):

@@ -68,6 +68,10 @@ class ThreadEngine(Engine):
         for key in mine:
             self._jobs.pop(key).settle()
 
+    def forget(self) -> None:
+        super().forget()
+        self._jobs.clear()
+
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -48,14 +49,21 @@ class Job:
 
 
 class Worker:
-    """A daemon thread that starts with the first job and runs jobs in order."""
+    """A daemon thread that starts with the first job and runs jobs in order. A forked child gets a thread of its own;
+    jobs of before the fork are the parent's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> Job:
+        if self._pid != os.getpid():
+            self._forget()
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
@@ -65,13 +73,22 @@ class Worker:
 
     def close(self) -> None:
         """Let the queued jobs run, then end the thread. A later `submit` starts another."""
-        if self._thread is not None:
+        if self._thread is not None and self._pid == os.getpid():
             self._jobs.put(None)
             self._thread.join()
-            self._thread = None
+        self._thread = None
+
+
+_COPYING = threading.local()
+
+
+def is_copying_thread() -> bool:
+    """Is this the thread of a worker? It must not wait for one."""
+    return getattr(_COPYING, "is_worker", False)
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+    _COPYING.is_worker = True
     while (job := jobs.get()) is not None:
         job.run()
         del job  # or this frame would keep the last copy's bytes alive until the next one

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from bench.gpu_offload import run, timed
+from fxmem.errors import OffloadError
 from fxmem.runtime.transfers import arena, cuda
 from fxmem.runtime.transfers.disk_file import DiskFile
 from fxmem.runtime.transfers.engine import Engine, Hook, Moment
-from fxmem.runtime.transfers.layout import Layout
+from fxmem.runtime.transfers.layout import Layout, Slot, lay_out
 from fxmem.schedule.actions import Tier
 from tests.runtime.transfers import contract
 
@@ -50,13 +51,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[contract.M
     computing = _Stream()
     pinned: list[int] = []
 
-    def pin(host: Any) -> Any:
+    def pin(host: Any, device: torch.device) -> Any:
         pinned.append(host.nbytes)
         return lambda: pinned.remove(host.nbytes)
 
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -112,6 +114,33 @@ def test_timed_engine_counts_every_copy_and_wait(make: contract.MakeEngine, tier
         assert (copy_s, stall_s) == (len(calls) / 2e3, len(calls) / 2e3)
         assert timing.seconds() == (0.0, 0.0)
         engine.close()
+
+
+def test_a_captured_cuda_graph_is_refused(make: contract.MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(Layout(), None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(OffloadError, match="CUDA graph"):
+        engine.begin()
+    engine.close()
+
+
+def test_failed_page_locking_leaves_no_error_for_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    last: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *_: Any) -> int:  # noqa: N802
+            last.append("out of memory")
+            return 2
+
+    def launch(*_: Any, device: torch.device) -> None:
+        if last:
+            raise RuntimeError(last.pop())
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", launch)
+    with pytest.raises(OffloadError, match="refused"):
+        arena.open_arena(lay_out([Slot(0, 4096, "host", 0, 1)]), None, torch.device("cuda"))
+    assert last == []
 
 
 @pytest.mark.slow

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from fxmem.errors import OffloadError
+from fxmem.runtime.transfers import ops
 from fxmem.runtime.transfers.arena import host_bytes
 from fxmem.runtime.transfers.disk_file import DiskFile
 from fxmem.runtime.transfers.engine import Engine, Hook, Moment
 from fxmem.runtime.transfers.layout import Layout, Slot, lay_out
 from fxmem.runtime.transfers.threads import ThreadEngine, return_freed_memory
+from fxmem.runtime.transfers.worker import Worker
 from fxmem.schedule.actions import Tier
 from tests.runtime.transfers import contract
 
@@ -141,4 +149,115 @@ def test_disk_full_at_begin(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     calls.is_full = False
     engine.begin()
+    engine.close()
+
+
+def _round_trip(engine: Engine, seed: int = 0) -> None:
+    layout, calls = contract.random_program(3, ("host", "disk"))
+    contract.Run(engine, layout, calls, CPU, seed).finish()
+
+
+def test_arenas_that_only_a_burst_needed_are_given_back(make: contract.MakeEngine) -> None:
+    layout, calls = contract.random_program(3, ("host", "disk"))
+    engine = make(layout, None)
+    runs = [contract.Run(engine, layout, calls, CPU, seed) for seed in range(3)]
+    for run in runs:
+        run.advance()
+    for run in runs:
+        run.finish()
+    _round_trip(engine)
+    assert engine.levels().num_arenas == 3, "the next burst may come soon"
+    for _ in range(20):
+        _round_trip(engine)
+    levels = engine.levels()
+    assert (levels.num_arenas, levels.host_bytes, levels.disk_bytes) == (1, layout.host_bytes, layout.disk_bytes)
+    assert engine.num_allocations == 3
+    engine.close()
+
+
+def test_a_retired_engine_keeps_only_steps_in_flight(make: contract.MakeEngine) -> None:
+    layout, calls = contract.random_program(3, ("host", "disk"))
+    engine = make(layout, None)
+    _round_trip(engine)
+    run = contract.Run(engine, layout, calls, CPU, seed=1)
+    run.advance()
+    _round_trip(engine)
+    assert engine.levels().num_arenas == 2
+    engine.retire()
+    assert engine.levels().num_arenas == 1
+    run.finish()
+    assert engine.levels().num_arenas == 0
+    _round_trip(engine)  # a late call of the old code still works
+    assert engine.levels().num_arenas == 0
+
+
+def test_an_abandoned_step_gives_device_bytes_back_at_once(make: contract.MakeEngine) -> None:
+    engine = make(lay_out([Slot(0, 4096, "host", 0, 1)]), None)
+    step, x = engine.begin(), torch.zeros(4096, dtype=torch.uint8)
+    held = weakref.ref(x)
+    engine.offload(step, 0, x)
+    engine._jobs[1, 0, -1].join()  # type: ignore[attr-defined]
+    del x
+    assert held() is not None
+    del step
+    assert held() is None, "it waited for the next step"
+    engine.close()
+
+
+def test_an_engine_whose_owner_dies_on_a_copying_thread_is_closed(make: contract.MakeEngine) -> None:
+    """A collection may run anywhere; closing waits for the copying threads, one of which this is."""
+    engine = make(lay_out([Slot(0, 4096, "host", 0, 1)]), None)
+    key = ops.register(engine)
+    step = engine.begin()
+    engine.offload(step, 0, torch.zeros(4096, dtype=torch.uint8))
+    engine._out.submit(lambda: ops.release(key)).finish()  # type: ignore[attr-defined]
+    for thread in threading.enumerate():
+        if thread.name == "fxmem-close":
+            thread.join()
+    assert engine.levels().host_bytes == 0
+    with pytest.raises(OffloadError, match="closed"):
+        engine.begin()
+
+
+def test_a_worker_starts_again_after_close() -> None:
+    worker, seen = Worker("test"), list[int]()
+    for number in range(2):
+        worker.submit(lambda number=number: seen.append(number)).finish()  # type: ignore[misc]
+        worker.close()
+    assert seen == [0, 1]
+
+
+def _in_child(check: Callable[[], None]) -> int:
+    """Exit status of a forked child that runs `check`, which must end within 60 s."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(60)
+        try:
+            check()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.version.cuda is not None, reason="builds with CUDA can't fork")
+def test_a_forked_child_has_workers_and_arenas_of_its_own(make: contract.MakeEngine, tmp_path: Path) -> None:
+    layout, calls = contract.random_program(3, ("host", "disk"))
+    engine = make(layout, None)
+    _round_trip(engine)
+    mine = contract.Run(engine, layout, calls, CPU, seed=1)
+    for _ in range(len(calls) // 2):
+        mine.advance()
+
+    def check() -> None:
+        for seed in range(3):
+            _round_trip(engine, seed)
+        with pytest.raises(OffloadError, match="before a fork"):
+            mine.advance()
+        engine.close()
+
+    assert _in_child(check) == 0
+    mine.finish()  # nothing of it was touched
     engine.close()

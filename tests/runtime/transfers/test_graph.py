@@ -23,7 +23,7 @@ from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers, verify_offload, why_not_offloadable
 from fxmem.runtime.transfers.engine import Hook
 from fxmem.schedule import simulate
-from fxmem.schedule.actions import Action, Offload, Tier
+from fxmem.schedule.actions import Action, Offload, Reload, Tier, Wait
 from fxmem.schedule.simulate import resident_bytes
 from fxmem.step.lower import backend, lower
 from tests.runtime.transfers.contract import Faults
@@ -265,6 +265,21 @@ def test_dead_code_elimination_keeps_transfers(case: Case) -> None:
     before = [n.name for n in joint.nodes if "fxmem" in str(n.target)]
     joint.graph_module.graph.eliminate_dead_code()
     assert [n.name for n in joint.nodes if "fxmem" in str(n.target)] == before
+
+
+def test_a_reload_that_nobody_reads_is_waited_for(case: Case, opened: Callable[..., Run]) -> None:
+    """Its bytes would stay with the engine to the end of the step."""
+    storage = case.saved[0]
+    actions = (*case.plan(), Reload(storage), Wait(storage))
+    run = opened(actions)
+    assert same(run.step(), case.expected)
+    _, saved = run.forward()
+    run.backward(handles := list(saved))
+    engine = run.transfers.engine
+    assert engine is not None
+    assert not handles
+    assert engine.levels().num_steps == 1, "its handles are alive"
+    assert engine.levels().pending_device_bytes == 0
 
 
 def test_plan_without_offload_needs_no_engine(case: Case) -> None:

@@ -16,7 +16,7 @@ from fxmem.errors import OffloadError
 from fxmem.runtime.transfers import ops
 from fxmem.runtime.transfers.disk_file import DiskFile
 from fxmem.runtime.transfers.layout import Slot, lay_out
-from fxmem.runtime.transfers.ops import flat_bytes
+from fxmem.runtime.transfers.ops import flat_bytes, laid_out
 from fxmem.runtime.transfers.threads import ThreadEngine
 from fxmem.schedule.actions import Tier
 
@@ -72,6 +72,13 @@ def test_bitwise_round_trip(key: int, name: str) -> None:
     assert torch.equal(flat_bytes(back), flat_bytes(x))
 
 
+def test_strides_of_dimensions_of_one_element_come_back(key: int) -> None:
+    """They mean nothing for where bytes lie, but convolutions choose the layout of gradients by them."""
+    x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    back, _ = round_trip(x, key)
+    assert back.stride() == x.stride() == (32, 1, 8, 2)
+
+
 def test_storage_offset_and_rest_of_the_storage(key: int) -> None:
     """`offset` elements before the tensor and the rest of its storage travel with it: other views are made again."""
     whole = torch.arange(100.0)
@@ -82,6 +89,22 @@ def test_storage_offset_and_rest_of_the_storage(key: int) -> None:
     assert (back.storage_offset(), back.untyped_storage().nbytes()) == (20, 400)
     assert torch.equal(back, x)
     assert torch.equal(back.as_strided((100,), (1,), 0), whole)
+
+
+@pytest.mark.parametrize("stride", [(60, 20, 5, 1), (60, 1, 15, 3), (1, 2, 6, 24)])
+def test_a_tensor_that_is_not_laid_out_as_planned_comes_back_as_planned(key: int, stride: tuple[int, ...]) -> None:
+    """A compiler may choose another layout than the graph's, but what reads the reload was compiled for the graph's."""
+    x = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    handle = OPS.free(OPS.offload(x, None, 0, key, 0, -1, stride), x)
+    back = OPS.wait(OPS.reload(handle, x.size(), stride, 0, x.dtype, x.device), handle)
+    assert back.stride() == stride
+    assert torch.equal(back, x)
+
+
+def test_strides_that_place_nothing_do_not_matter() -> None:
+    x = torch.ones(1, 3)
+    assert laid_out(x, (77, 1)) is x
+    assert laid_out(x, (3, 2)) is not x
 
 
 def test_bytes_never_reach_beyond_the_storage() -> None:
@@ -101,6 +124,15 @@ def test_handle_keeps_the_step(key: int) -> None:
     del view, other
     assert engine.levels().num_steps == 0
     assert torch.equal(back, x)
+
+
+def test_a_copied_handle_is_named_with_what_copies_handles(key: int) -> None:
+    x = torch.randn(4)
+    _, handle = round_trip(x, key)
+    copied = handle.clone()
+    del handle
+    with pytest.raises(OffloadError, match="save_on_cpu"):
+        OPS.reload(copied, x.size(), x.stride(), 0, x.dtype, x.device)
 
 
 def test_handle_as_saved_tensor(key: int) -> None:
