@@ -94,7 +94,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "offload_dir": ((str, os.PathLike, NoneType), "a folder's path"),
     "optimizer": ((torch.optim.Optimizer, NoneType), "a torch.optim.Optimizer"),
     "loss_fn": ((Callable, NoneType), "callable"),  # type: ignore[dict-item]
-    "dynamic": ((bool,), "True or False"),
+    "dynamic": ((bool, NoneType), "True, False or None"),
     "device_spec": ((str, os.PathLike, DeviceSpec, NoneType), "a preset's name or a JSON file's path"),
     "solve_s": ((numbers.Real, NoneType), "a positive number of seconds"),
     "plan": ((Plan, NoneType), "an fxmem.Plan (fxmem.Plan.load reads one)"),

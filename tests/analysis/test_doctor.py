@@ -8,7 +8,7 @@ import pytest
 
 from fxmem.analysis import doctor
 from fxmem.analysis.devices import PLANNING_FACTOR, device_spec
-from fxmem.errors import OptionError
+from fxmem.errors import OffloadError, OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,9 @@ def test_the_machine_plans_with_less_than_nominal(tmp_path: Path) -> None:
 
 
 def test_a_full_or_missing_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(OffloadError, match="missing"):
         doctor.machine(("disk",), tmp_path / "missing")
     usage = doctor.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OffloadError, match="no room"):
         doctor.machine(("disk",), tmp_path)

@@ -119,7 +119,7 @@ def test_max_batch_fits_and_one_more_does_not():
         ({"inner": []}, "eager, inductor"),
         ({"solve_s": "5"}, "number of seconds"),
         ({"solve_s": float("nan")}, "positive"),
-        ({"dynamic": "yes"}, "True or False"),
+        ({"dynamic": "yes"}, "True, False or None"),
         ({"device_spec": 3}, "preset's name"),
         ({"offload_dir": "/tmp"}, "tiers="),
         ({"tiers": "disk", "offload_dir": 3}, "folder's path"),
