@@ -104,10 +104,14 @@ def test_compiled_modules() -> None:
         torch.compiler.reset()
         check_gradients(fxmem.compile(module, budget="min"), module, args)
 
-    fuzz("compiled modules", modules((1, 4), without={"random", "low precision", "empty tensors", *KNOWN}), check, 20)
+    fuzz("compiled modules", modules((1, 4), without=NOT_COMPILED), check, 20)
 
 
-KNOWN = {"in-place ops", "overwritten inputs", "outputs"}
+# Eager mode draws with other ops and rounds bfloat16 elsewhere; Dynamo warns of custom functions on what does not learn;
+# in-place ops: see test_mutants.KNOWN; the others are not tried here.
+NOT_COMPILED = {
+    "random", "low precision", "custom functions", "in-place ops", "overwritten inputs", "outputs", "empty tensors"
+}  # fmt: skip
 
 
 def test_a_drawn_graph_prints_as_code_that_makes_it() -> None:
