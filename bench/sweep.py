@@ -31,14 +31,14 @@ from torch import Tensor
 import fxmem
 from bench.architectures import ARCHITECTURES, model_rows, no_row
 from bench.common import Row, show
-from bench.isolated import Outcome, each, shortened
+from bench.isolated import each, shortened
 from fxmem import compat
 from fxmem.step.held_tensors import reachable_tensors
 
 FAULTS = ("over", "differs", "raises", "died")
 ORDER = (*FAULTS, "torch", "same", "none")  # of several sample inputs the first of these counts
 NUM_INPUTS = 2  # of each case, at most
-TOLERANCE = 1e-4  # relative, of all gradients together: decompositions round otherwise than eager's kernels
+TOLERANCE = 1e-4  # relative and absolute: decompositions round otherwise than eager's kernels
 INPLACE = " in place"
 
 Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
@@ -133,25 +133,25 @@ def sampled(names: Sequence[str], num: int | None) -> list[str]:
     return list(names) if num is None else list(names[:: max(1, len(names) // num)][:num])
 
 
-def case_row(case: tuple[str, str]) -> Row:
-    """One operator or module, (kind, name), in this process: the first outcome that is not "same", if any."""
+def case_rows(case: tuple[str, str]) -> list[Row]:
+    """Rows of one (kind, name) in this process; of an operator or module one: its worst outcome."""
     kind, name = case
+    if kind == "models":
+        return model_rows(name)
     started = time.perf_counter()
     outcomes = []
     torch.manual_seed(0)
     for trial in op_trials(name) if kind == "ops" else module_trials(name):
         outcomes.append(_outcome(trial))
         torch.compiler.reset()
-    worst = min(
-        outcomes, key=lambda o: (*FAULTS, "torch", "none", "same").index(o[0]), default=("none", "no sample input")
-    )
-    return {"case": name, "outcome": worst[0], "detail": worst[1], "seconds": time.perf_counter() - started}
+    outcome, detail = min(outcomes, key=lambda o: ORDER.index(o[0]), default=("none", "no sample input"))
+    return [{"case": name, "outcome": outcome, "detail": detail, "seconds": time.perf_counter() - started}]
 
 
 def _outcome(trial: Trial) -> tuple[str, str]:
     try:
         expected = trial.gradients(lambda step: step)
-    except RuntimeError as error:
+    except Exception as error:
         return "none", shortened(error)
     ours = _tried(trial, lambda step: fxmem.compile(step, "min"), expected)
     if ours is None:
@@ -184,21 +184,16 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 def rows(
     kind: str, names: Sequence[str], jobs: int = 1, timeout_s: float = 300, on_row: Callable[[Row], None] | None = None
 ) -> Iterator[Row]:
-    """Rows of the cases; those of models are up to three a case. One cost cache for all, empty at first."""
+    """Rows of the cases, in processes of their own. Operators and modules share a cost cache, empty at first."""
     with tempfile.TemporaryDirectory() as folder:
-        function, num_calls = (model_rows, 1) if kind == "models" else (case_row, 50)
-        items: list[Any] = list(names) if kind == "models" else [(kind, name) for name in names]
-        for item, outcome in each(function, items, timeout_s, jobs, num_calls, {"FXMEM_CACHE": folder}):
-            for row in _as_rows(kind, item if kind == "models" else item[1], outcome):
+        cases = [(kind, name) for name in names]
+        num_calls = 1 if kind == "models" else 50
+        for (_, name), outcome in each(case_rows, cases, timeout_s, jobs, num_calls, {"FXMEM_CACHE": folder}):
+            died = {"outcome": "died", "detail": outcome.error}
+            for row in outcome.value or [{**(no_row(name) if kind == "models" else {"case": name}), **died}]:
                 if on_row is not None:
                     on_row(row)
                 yield row
-
-
-def _as_rows(kind: str, name: str, outcome: Outcome) -> list[Row]:
-    if outcome.error is not None:
-        return [{**(no_row(name) if kind == "models" else {"case": name}), "outcome": "died", "detail": outcome.error}]
-    return outcome.value if isinstance(outcome.value, list) else [outcome.value]
 
 
 def _known(path: Path | None) -> list[Row]:
@@ -235,15 +230,10 @@ def main(
                 file.write(json.dumps(row) + "\n")
 
     found += rows(kind, todo, jobs, timeout_s, note)
-    if as_json:
-        show(found, as_json, "")
-    else:
-        if kind == "models":
-            show(
-                [{k: v for k, v in row.items() if k != "detail"} for row in found],
-                as_json,
-                "architectures under budgets",
-            )
+    if as_json or kind == "models":
+        brief = found if as_json else [{k: v for k, v in row.items() if k != "detail"} for row in found]
+        show(brief, as_json, "architectures under budgets")
+    if not as_json:
         _summary(found)
     sys.exit(any(row["outcome"] in FAULTS for row in found))
 
