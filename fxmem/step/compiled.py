@@ -376,7 +376,11 @@ class Step:
         known.needs_plan = False
         schedules = [known.plan.actions] if joined is None else joined.split(known.plan.actions)
         plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
-        known.variants = [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
+        before, known.variants = known.variants, [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
+        in_use = {id(variant.code) for kind in self._known.values() for variant in kind.variants}
+        for graph, variant in zip(graphs, before, strict=True):
+            if id(variant.code) not in in_use:
+                graph.forget(variant)
 
     def _least_of(self, known: Known, joined: Joined | None, error: BudgetInfeasible) -> Plan:
         """What stood beside the graphs was measured under another plan: the least one may leave less there (what a

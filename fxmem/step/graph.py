@@ -20,7 +20,7 @@ from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.passes import rewrite
-from fxmem.passes.offload import open_transfers
+from fxmem.passes.offload import Transfers, open_transfers
 from fxmem.planners.plan import Plan
 from fxmem.schedule import StartBackward
 from fxmem.step.graph_plan import annotated_program
@@ -36,6 +36,7 @@ class Variant:
 
     plan: Plan | None
     code: Callable[..., Any]
+    transfers: Transfers | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -62,6 +63,7 @@ class Graph:
         self.joint: JointGraph | None = None
         self.program: Program | None = None
         self.variants: list[Variant] = []
+        self._transfers: Transfers | None = None
 
     @property
     def captured(self) -> tuple[JointGraph, Program]:
@@ -96,9 +98,15 @@ class Graph:
             else:
                 with compat.retracing(self.fake_inputs):
                     code = compile_(self.module, self.fake_inputs)
-        variant = Variant(chosen[-1] if chosen else None, code)
+        variant = Variant(chosen[-1] if chosen else None, code, self._transfers)
         self.variants.append(variant)
         return variant
+
+    def forget(self, variant: Variant) -> None:
+        """No step of a known kind runs `variant` any more: steps in flight end with it, and its memory goes back."""
+        self.variants = [v for v in self.variants if v.code is not variant.code]
+        if variant.transfers is not None:
+            variant.transfers.retire()
 
     def _see(self, joint: JointGraph) -> None:
         self.joint = joint
@@ -106,7 +114,7 @@ class Graph:
             self.program = annotated_program(joint, self.settings, may_run=True)
 
     def _lowered(self, joint: JointGraph, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
-        transfers = open_transfers(plan.program, plan.actions, self.settings.offload_dir)
+        transfers = self._transfers = open_transfers(plan.program, plan.actions, self.settings.offload_dir)
         forward, backward = split(rewrite(joint, plan.program, plan.actions, transfers.key))
         owner = backward if self.settings.inner == "eager" else self  # what lives as long as a backward may come
         weakref.finalize(owner, transfers.close)
@@ -117,7 +125,7 @@ class Graph:
         for variant in self.variants:
             known = variant.plan
             if known is not None and known.actions == plan.actions and known.program.released == plan.program.released:
-                return Variant(plan, variant.code)
+                return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
@@ -128,32 +136,44 @@ class Graph:
 
     @cached_property
     def inputs(self) -> list[tuple[int, int]]:
-        """(op, position among a call's arguments) of every forward input."""
-        joint, _ = self.captured
-        nodes = joint.nodes[: joint.num_forward_nodes]
-        placed = [(i, node.meta.get("desc")) for i, node in enumerate(nodes) if node.op == "placeholder"]
-        return [
-            (op, desc.idx if isinstance(desc, compat.PlainAOTInput) else position)
-            for position, (op, desc) in enumerate(placed)
-        ]
+        """See `inputs_of`."""
+        return inputs_of(self.captured[0])
 
     @cached_property
     def outputs(self) -> dict[int, int]:
-        """Position among what a call returns -> op, of the outputs that the graph makes."""
-        joint, _ = self.captured
-        index = {node: i for i, node in enumerate(joint.nodes)}
-        descs = joint.graph_module.graph.output_node().meta.get("desc") or ()
-        pairs = zip(joint.outputs[: joint.num_forward_outputs], descs, strict=False)
-        return {d.idx: index[r] for r, d in pairs if isinstance(r, fx.Node) and isinstance(d, compat.PlainAOTOutput)}
+        """See `outputs_of`."""
+        return outputs_of(self.captured[0])
 
     @cached_property
     def gradients(self) -> dict[int, int]:
-        """Op that backward returns -> storage of the input that it is the gradient of."""
-        joint, program = self.captured
-        index = {node: i for i, node in enumerate(joint.nodes)}
-        pairs = zip(self.inputs, joint.outputs[joint.num_forward_outputs :], strict=False)
-        known = ((program.ops[i].storages, g) for (i, _), g in pairs)
-        return {index[g]: storages[0] for storages, g in known if isinstance(g, fx.Node) and storages}
+        """See `gradients_of`."""
+        return gradients_of(*self.captured)
+
+
+def inputs_of(joint: JointGraph) -> list[tuple[int, int]]:
+    """(op, position among a call's arguments) of every forward input."""
+    nodes = joint.nodes[: joint.num_forward_nodes]
+    placed = [(i, node.meta.get("desc")) for i, node in enumerate(nodes) if node.op == "placeholder"]
+    return [
+        (op, desc.idx if isinstance(desc, compat.PlainAOTInput) else position)
+        for position, (op, desc) in enumerate(placed)
+    ]
+
+
+def outputs_of(joint: JointGraph) -> dict[int, int]:
+    """Position among what a call returns -> op, of the outputs that the graph makes."""
+    index = {node: i for i, node in enumerate(joint.nodes)}
+    descs = joint.graph_module.graph.output_node().meta.get("desc") or ()
+    pairs = zip(joint.outputs[: joint.num_forward_outputs], descs, strict=False)
+    return {d.idx: index[r] for r, d in pairs if isinstance(r, fx.Node) and isinstance(d, compat.PlainAOTOutput)}
+
+
+def gradients_of(joint: JointGraph, program: Program) -> dict[int, int]:
+    """Op that backward returns -> storage of the input that it is the gradient of."""
+    index = {node: i for i, node in enumerate(joint.nodes)}
+    pairs = zip(inputs_of(joint), joint.outputs[joint.num_forward_outputs :], strict=False)
+    known = ((program.ops[i].storages, g) for (i, _), g in pairs)
+    return {index[g]: storages[0] for storages, g in known if isinstance(g, fx.Node) and storages}
 
 
 def named_as(program: Program, joint: JointGraph) -> Program:
