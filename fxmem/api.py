@@ -10,13 +10,13 @@ import torch
 
 from fxmem import compat
 from fxmem.budget import Budget
-from fxmem.capture import JointGraph, capture
+from fxmem.capture import capture
 from fxmem.capture.loss import with_loss
-from fxmem.errors import CaptureError, OptionError
+from fxmem.errors import OptionError
 from fxmem.ir.program import Program
 from fxmem.options import OptionDict, Settings, settings
 from fxmem.planners.plan import Plan
-from fxmem.step.graph_plan import plan_graph
+from fxmem.step.ahead import plan_captured
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
 from fxmem.wrapper import CompiledFunction, CompiledModule, step_of, wrap
 
@@ -49,13 +49,15 @@ def plan(
     """Plan one training step of `model(*args, **kwargs)` ahead of time; the model is never run.
 
     Parameters and `args` may be real, fake or meta tensors; only if all are real, single ops are measured that never
-    were on this device. Raises CaptureError when the model breaks into several
-    graphs (`compile` handles those), OptionError, BudgetInfeasible.
+    were on this device. A model that breaks into several graphs is planned as one step, without what the code between
+    them holds. Raises CaptureError, OptionError, BudgetInfeasible.
     """
     made = settings(budget, **options)
-    joint = _single_graph(model, args, kwargs, made)
+    if not isinstance(args, (tuple, list)):
+        raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
+    joints = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=bool(made.dynamic))
     resident_bytes = functools.partial(_resident_bytes, model, made)
-    return plan_graph(joint, made, made.budget, resident_bytes, may_run=_all_real(model, args, kwargs))
+    return plan_captured(joints, made, made.budget, resident_bytes, may_run=_all_real(model, args, kwargs))
 
 
 def max_batch(
@@ -79,25 +81,11 @@ def max_batch(
     return largest_batch(with_loss(model, made.loss_fn), args, kwargs, made, resident_bytes, may_run)
 
 
-def _single_graph(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, made: Settings
-) -> JointGraph:
-    if not isinstance(args, (tuple, list)):
-        raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
-    graphs = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=bool(made.dynamic))
-    if len(graphs) > 1:
-        raise CaptureError(
-            f"the model breaks into {len(graphs)} graphs, so it can't be planned ahead of time as one step; "
-            "fxmem.compile plans each and verifies the whole"
-        )
-    return graphs[0]
-
-
 def _all_real(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     tensors = [*parameters_of(model), *compat.tree_leaves((tuple(args), dict(kwargs or {})))]
     return not any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, compat.FakeTensor)) for t in tensors)
 
 
 def _resident_bytes(model: Callable[..., Any], made: Settings, program: Program) -> int:
-    beside = beside_graph_bytes(model, program, first_graph=True)
+    beside = beside_graph_bytes(model, program, first_graph=False)
     return beside + gradient_bytes(parameters_of(model)) + optimizer_bytes(made.optimizer)

@@ -304,7 +304,8 @@ class Step:
             return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
-        has_room = expected_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
+        foreseen_bytes = limit if len(known.parts) > 1 else expected_bytes  # several were planned without each other
+        has_room = foreseen_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
         is_tried = known.is_improved or known.is_least
         if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
             known.needs_plan = known.is_improved = True
@@ -376,7 +377,8 @@ class Step:
         known.needs_plan = False
         schedules = [known.plan.actions] if joined is None else joined.split(known.plan.actions)
         plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
-        before, known.variants = known.variants, [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
+        before = known.variants
+        known.variants = [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
         in_use = {id(variant.code) for kind in self._known.values() for variant in kind.variants}
         for graph, variant in zip(graphs, before, strict=True):
             if id(variant.code) not in in_use:

@@ -107,7 +107,7 @@ def test_compiled_modules() -> None:
     fuzz("compiled modules", modules((1, 4), without=NOT_COMPILED), check, 20)
 
 
-# Eager mode draws with other ops and rounds bfloat16 elsewhere; Dynamo warns of custom functions on what does not learn;
+# Eager mode draws with other ops and rounds bfloat16 elsewhere; Dynamo warns of functions on what learns nothing;
 # in-place ops: see test_mutants.KNOWN; the others are not tried here.
 NOT_COMPILED = {
     "random", "low precision", "custom functions", "in-place ops", "overwritten inputs", "outputs", "empty tensors"
