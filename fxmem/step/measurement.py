@@ -88,18 +88,16 @@ class MemoryTrace:
 
     `peak_delta_bytes`: None until the end, and for good if another profiler was active at `begin` or ended the trace's
     session, or the trace was abandoned. `watched`: tensors whose death in between is to be noticed (CPU).
-    `on_done(trace)` is called at the end; it must not raise (nobody could catch it). `owner`: whose marks it takes.
+    `owner`: whose marks it takes.
     """
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
         watched: Iterable[Tensor] = (),
-        on_done: Callable[[MemoryTrace], None] | None = None,
         owner: int | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.on_done = on_done
         self.owner = owner
         self.marks: list[Mark] = []
         self.peak_delta_bytes: int | None = None
@@ -127,13 +125,10 @@ class MemoryTrace:
     def end(self) -> int | None:
         """Stop, however often it is called; returns `peak_delta_bytes`."""
         log, self._log = self._log, None
-        on_done, self.on_done = self.on_done, None  # what it refers to may refer to the graph that holds this trace
         if log is not None:
             peak, self.peak_allocated_bytes = log.end()
             self.peak_delta_bytes = None if log.is_lost else peak
             self.marks = log.marks
-            if on_done is not None:
-                on_done(self)
         return self.peak_delta_bytes
 
     def level(self) -> tuple[int, Mapping[int, int]]:
@@ -145,20 +140,8 @@ class MemoryTrace:
     def abandon(self) -> None:
         """Stop without a result."""
         log, self._log = self._log, None
-        self.on_done = None
         if log is not None:
             log.end()
-
-    def end_with_backward_of(self, outputs: Iterable[Any]) -> None:
-        """End when the backward pass that starts at any of `outputs` ends; abandon when none can start any more."""
-        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        if not roots:
-            self.end()
-            return
-        hook = _BackwardHook(self)
-        weakref.finalize(hook, self.abandon).atexit = False
-        for root in roots:
-            root.register_hook(hook)
 
     def __enter__(self) -> MemoryTrace:
         self.begin()
@@ -166,35 +149,6 @@ class MemoryTrace:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-class _BackwardHook:
-    """Lives as long as the autograd graph of the outputs it is registered on."""
-
-    def __init__(self, trace: MemoryTrace) -> None:
-        self.trace = trace
-        self.is_queued = False
-
-    def __call__(self, grad: Tensor) -> None:
-        if not self.is_queued:
-            self.is_queued = True
-            compat.queue_after_backward(_EndWhenDropped(self.trace))
-
-
-class _EndWhenDropped:
-    """Ends a trace when autograd drops it, which is when backward has returned to the thread's own state.
-
-    Within the callback the profiler can't be stopped for good: autograd puts the thread's state back afterwards.
-    """
-
-    def __init__(self, trace: MemoryTrace) -> None:
-        self.trace = trace
-
-    def __call__(self) -> None:
-        """Nothing to do yet."""
-
-    def __del__(self) -> None:
-        self.trace.end()
 
 
 class _CpuLog:

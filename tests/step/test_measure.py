@@ -1,7 +1,6 @@
 """Measurement: allocator truth on the CPU, nested and interrupted traces, which tensors a callable holds."""
 
 import functools
-import gc
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from fxmem import compat
 from fxmem.errors import FxmemError
 from fxmem.step.held_tensors import reachable_tensors
-from fxmem.step.measurement import Measurement, MemoryTrace, measure
+from fxmem.step.measurement import Measurement, MemoryTrace, mark, measure, paused
 
 KIB = 1024
 
@@ -97,37 +96,39 @@ def test_an_error_within_ends_the_profiler() -> None:
     assert not compat.profiler_is_active()
 
 
-def product(x: torch.Tensor) -> torch.Tensor:
-    return (x * x).exp()
+def test_marks_divide_a_trace_and_other_owners_code_does_not_count() -> None:
+    trace = MemoryTrace(owner=1)
+    trace.begin()
+    first = floats(16 * KIB)
+    mark(1, "F+ 0")
+    floats(64 * KIB)
+    mark(2, "F+ 7")
+    other = floats(256 * KIB)
+    mark(2, "F- 7")
+    mark(1, "F- 0")
+    assert trace.end() == 80 * KIB
+    assert [(m.key, m.level_bytes, m.peak_bytes) for m in trace.marks] == [
+        ("F+ 0", 16 * KIB, 16 * KIB),
+        ("F- 0", 16 * KIB, 80 * KIB),
+    ]
+    assert first.numel() < other.numel()
 
 
-def test_a_trace_ends_with_the_backward_of_its_outputs() -> None:
-    x = torch.ones(16 * KIB // 4, requires_grad=True)
-    done: list[int | None] = []
-    trace = MemoryTrace(on_done=lambda t: done.append(t.peak_delta_bytes))
-    assert trace.begin()
-    y = product(x)
-    trace.end_with_backward_of([y])
-    assert trace.is_running
-    loss = y.sum()
-    loss.backward()
-    assert not trace.is_running
-    assert not compat.profiler_is_active()
-    assert done == [trace.peak_delta_bytes]
-    assert trace.peak_delta_bytes is not None
-    assert trace.peak_delta_bytes >= 3 * 16 * KIB
-
-
-@pytest.mark.parametrize("how", ["dropped", "no gradient"])
-def test_a_trace_whose_backward_never_comes_leaves_no_profiler_behind(how: str) -> None:
-    x = torch.ones(KIB, requires_grad=how == "dropped")
+def test_what_is_paused_is_not_counted_and_may_profile() -> None:
     trace = MemoryTrace()
     trace.begin()
-    y = product(x)
-    trace.end_with_backward_of([y])
-    del y
-    gc.collect()
-    assert not trace.is_running
+    with paused(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        floats(64 * KIB)
+    kept = floats(16 * KIB)
+    assert trace.level()[0] == 16 * KIB == sum(trace.level()[1].values())
+    assert trace.end() == 16 * KIB == kept.nbytes
+
+
+def test_a_session_that_somebody_ended_gives_no_result() -> None:
+    trace = MemoryTrace()
+    trace.begin()
+    compat.stop_memory_log()
+    assert trace.end() is None
     assert not compat.profiler_is_active()
 
 

@@ -1,0 +1,83 @@
+"""Programs of several graphs as one: the same bytes as alone, the schedule taken apart and put together again."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fxmem.ir.program import Program
+from fxmem.planners.plan import baseline_actions, make_plan
+from fxmem.planners.problem import reduce_program
+from fxmem.schedule import simulate
+from fxmem.step.joined import Beside, Made, Part, join
+from fxmem.testing import programs, schedules
+
+
+def part_of(program: Program, key: object = "held") -> Part:
+    """A call all of whose inputs stood before, and each of whose gradients is one of an input of its own."""
+    assume(len(program.resident) >= len(program.backward_outputs))
+    gradients = dict(zip(program.backward_outputs, program.resident, strict=False))
+    return Part(program, {s: (key, s) for s in program.resident}, gradients)
+
+
+@given(st.data())
+def test_one_call_has_the_bytes_that_it_has_alone(data: st.DataObject) -> None:
+    program = data.draw(programs())
+    actions = data.draw(schedules(program))
+    joined = join([part_of(program)], [0])
+    merged = joined.merge([actions])
+    assert simulate(joined.program, merged).peak_bytes == simulate(program, actions).peak_bytes
+    assert simulate(program, joined.split(merged)[0]).peak_bytes == simulate(program, actions).peak_bytes
+
+
+@given(st.data())
+def test_calls_in_flight_together_stand_on_each_other(data: st.DataObject) -> None:
+    """What earlier calls save stands under later ones, and what stands beside them in every segment."""
+    first, second = data.draw(programs()), data.draw(programs())
+    schedules_of = [data.draw(schedules(first)), data.draw(schedules(second))]
+    parts = [part_of(first, "first"), part_of(second, "second")]
+    beside = Beside(throughout=100, during={("backward", 0): 7})
+    bare, joined = join(parts, [1, 0]), join(parts, [1, 0], beside)
+    peaks = [simulate(one.program, one.merge(schedules_of)).peak_bytes for one in (bare, joined)]
+    assert 100 <= peaks[1] - peaks[0] <= 107
+    alone = [simulate(p, a).peak_bytes for p, a in zip((first, second), schedules_of, strict=True)]
+    assert peaks[0] >= max(alone)
+    again = joined.split(joined.merge(schedules_of))
+    assert joined.merge(again) == joined.merge(schedules_of)
+
+
+
+
+def test_a_value_that_another_call_takes_is_one_storage_and_made_once() -> None:
+    from fxmem.ir.program import Op, Storage
+
+    def op(index: int, region: str, args: tuple[int, ...], storages: tuple[int, ...], is_input: bool = False) -> Op:
+        return Op(index, f"op{index}", "f", region, args, storages, is_input, 1.0)  # type: ignore[arg-type]
+
+    first = Program(
+        "first",
+        (op(0, "forward", (), (0,), True), op(1, "forward", (0,), (1,)), op(2, "backward", (), (2,), True),
+         op(3, "backward", (1, 2), (3,))),
+        (Storage(0, 8), Storage(1, 100), Storage(2, 100), Storage(3, 8)),
+        (1,), (3,),
+    )  # fmt: skip
+    second = Program(
+        "second",
+        (op(0, "forward", (), (0,), True), op(1, "forward", (0,), (1,)), op(2, "backward", (), (2,), True),
+         op(3, "backward", (0, 2), (3,))),
+        (Storage(0, 100), Storage(1, 4), Storage(2, 4), Storage(3, 100)),
+        (1,), (3,),
+    )  # fmt: skip
+    parts = [
+        Part(first, {0: "x"}, {3: 0}, frozenset({1})),
+        Part(second, {0: Made(0, 1)}, {3: 0}),
+    ]
+    joined = join(parts, [1, 0])
+    assert sum(storage.nbytes == 100 for storage in joined.program.storages) == 3  # the value, its gradient, the tangent
+    producer = next(o for o in joined.program.ops if o.name == "op1")
+    assert not producer.recomputable
+    run = simulate(joined.program, baseline_actions(reduce_program(joined.program)))
+    # x and the value, the loss and its gradient, then the value's gradient; the tangent made of that; x's gradient
+    assert run.peak_bytes == 8 + 100 + 4 + 4 + 100
+    plan = make_plan(joined.program, "min")
+    assert plan.peak_bytes == run.peak_bytes
