@@ -149,7 +149,8 @@ def _order_by_execution(graph: fx.Graph, num_forward_outputs: int) -> list[fx.No
     last = max((i for i, n in enumerate(ops) if n.meta.get("partitioner_tag") == "is_forward"), default=-1)
     if not tangents:
         last = len(ops) - 1
-    returned = [n for n in graph.output_node().args[0][:num_forward_outputs] if isinstance(n, fx.Node)]
+    results: Any = graph.output_node().args[0]
+    returned = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
     needed = ancestors([*returned, *updates])  # what is returned detached, or after its backward's ops, has no tag
     late = [n for n in ops[last + 1 :] if n in needed]
     forward = [*inputs, *constants, *ops[: last + 1], *late, *updates]
