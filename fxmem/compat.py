@@ -9,9 +9,10 @@ import logging
 import os
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._C._autograd import DeviceType
@@ -279,13 +280,14 @@ def _logging_functions() -> set[Callable[..., Any]]:
     return {f for f in found if callable(f) and not isinstance(f, type)} | {
         warnings.warn,
         warnings.warn_explicit,
-        torch._logging.warning_once,
+        torch._logging._internal.warning_once,
     }
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:
+    subclasses: list[type] = kind.__subclasses__()
     yield kind
-    for subclass in kind.__subclasses__():
+    for subclass in subclasses:
         yield from _with_subclasses(subclass)
 
 
@@ -538,7 +540,10 @@ def symbol_name(value: Any) -> str | None:
 
 
 def symbol_values(example_inputs: Sequence[Any], args: Sequence[Any]) -> dict[str, int]:
-    """Values that a call's `args` give to the size symbols of the graph's `example_inputs`."""
+    """Values that a call's `args` give to the size symbols of the graph's `example_inputs`.
+
+    Also to those that only the storage behind an input mentions (a slice's base has rows of its own).
+    """
     values: dict[str, int] = {}
     for example, arg in zip(example_inputs, args, strict=True):
         pairs = zip(example.shape, arg.shape, strict=True) if isinstance(example, torch.Tensor) else [(example, arg)]
@@ -546,7 +551,21 @@ def symbol_values(example_inputs: Sequence[Any], args: Sequence[Any]) -> dict[st
             name = symbol_name(size)
             if name is not None:
                 values[name] = int(actual)
+    for example, arg in zip(example_inputs, args, strict=True):
+        if isinstance(example, torch.Tensor):
+            values |= _symbol_of_storage(storage_nbytes(example), int(storage_nbytes(arg)), values)
     return values
+
+
+def _symbol_of_storage(nbytes: int | torch.SymInt, actual: int, values: Mapping[str, int]) -> dict[str, int]:
+    """The one symbol in the size of a storage that has no value yet: the least with which it has `actual` bytes."""
+    expr = sympy.sympify(nbytes.node.expr if isinstance(nbytes, torch.SymInt) else nbytes)
+    expr = expr.subs({symbol: values[str(symbol)] for symbol in expr.free_symbols if str(symbol) in values})
+    unknown = list(expr.free_symbols)
+    if len(unknown) != 1:
+        return {}
+    slope, rest = expr.coeff(unknown[0], 1), expr.coeff(unknown[0], 0)
+    return {str(unknown[0]): int(sympy.ceiling((actual - rest) / slope))} if slope.is_positive else {}
 
 
 def with_symbolic_batch(tensor: torch.Tensor) -> torch.Tensor:

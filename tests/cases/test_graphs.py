@@ -104,6 +104,18 @@ def test_sizes_change_under_one_budget():  # pytorch#172822
         run(step, tuple(torch.randn(1024, 32) for _ in range(2)))
 
 
+def test_batches_that_are_slices_of_a_table():
+    """Their storage is the table's, whose number of rows is a size symbol that no argument's shape has."""
+    module, (x, y) = blocks(num_blocks=1)
+    step = fxmem.compile(module, budget=1.0, dynamic=True, solve_s=0.3)
+    for rows in (slice(0, 64), slice(64, 128), slice(128, 176)):
+        run(step, (x[rows], y[rows]))
+        found = gradients(module)
+        run(module, (x[rows], y[rows]))
+        torch.testing.assert_close(found, gradients(module))
+    assert len(step.plans) == 1
+
+
 @pytest.mark.slow
 def test_every_value_has_many_users():  # pytorch#145081
     def chain(x):
