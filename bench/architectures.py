@@ -248,10 +248,12 @@ def _row(name: str, share: float, eager: list[StepRecord]) -> Row:
     row = {**no_row(name), "share": share, "eager_bytes": eager_bytes, "budget_bytes": budget_bytes}
     try:
         records, module = _taken(name, recorder)
-    except fxmem.BudgetInfeasible as error:
-        smallest = f"smallest is {error.min_bytes / eager_bytes:.3f}: {shortened(error)}"
-        return {**row, "outcome": "infeasible", "detail": smallest}
     except Exception as error:
+        recorder.notice_plans()
+        row |= {"graphs": len(recorder.graphs), "plans": len(recorder.plans)}  # those before the refused one
+        if isinstance(error, fxmem.BudgetInfeasible):
+            smallest = f"smallest is {error.min_bytes / eager_bytes:.3f}: {shortened(error)}"
+            return {**row, "outcome": "infeasible", "detail": smallest}
         return {**row, "outcome": "raises", "detail": shortened(error)}
     measured_bytes, predicted_bytes = records[-1].peak_bytes, module.plan.peak_bytes
     grad_error = max(gradient_error(a.gradients, b.gradients) for a, b in zip(records, eager, strict=False))
