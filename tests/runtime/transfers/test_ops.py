@@ -72,6 +72,13 @@ def test_bitwise_round_trip(key: int, name: str) -> None:
     assert torch.equal(flat_bytes(back), flat_bytes(x))
 
 
+def test_strides_of_dimensions_of_one_element_come_back(key: int) -> None:
+    """They mean nothing for where bytes lie, but convolutions choose the layout of gradients by them."""
+    x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    back, _ = round_trip(x, key)
+    assert back.stride() == x.stride() == (32, 1, 8, 2)
+
+
 def test_storage_offset_and_rest_of_the_storage(key: int) -> None:
     """`offset` elements before the tensor and the rest of its storage travel with it: other views are made again."""
     whole = torch.arange(100.0)
