@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast asan bench lint types clean distclean
+.PHONY: help venv demo test test-fast fuzz asan bench lint types clean distclean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -22,6 +22,7 @@ help:
 	@echo "make demo       train a real model under several budgets"
 	@echo "make test       every test    (PYTEST_ARGS='-k offload' to choose)"
 	@echo "make test-fast  without those marked slow"
+	@echo "make fuzz       random models, graphs, programs and plans, 10,000 of each or for FUZZ_SECONDS each"
 	@echo "make asan       planner tests over a kernel built with address and undefined-behaviour sanitizers"
 	@echo "make bench      benches into $(RESULTS)/"
 	@echo "make lint types ruff, import-linter; mypy --strict"
@@ -44,6 +45,13 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Of each strategy FUZZ_EXAMPLES, or as many as fit into FUZZ_SECONDS; says how many there were.
+FUZZ_EXAMPLES ?= 10000
+FUZZ_SECONDS ?= 1800
+fuzz: $(STAMP)
+	FXMEM_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FXMEM_FUZZ_SECONDS=$(FUZZ_SECONDS) \
+		$(PYTEST) -rP --show-capture=stdout tests/testing/test_strategies.py $(PYTEST_ARGS)
 
 # Python isn't built with the sanitizers, so their runtimes are loaded first; its own leaks at exit aren't looked for.
 ASAN := build/asan/_kernel.so

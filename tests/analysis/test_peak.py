@@ -15,7 +15,7 @@ from fxmem.errors import OptionError
 from fxmem.ir import sizes
 from fxmem.ir.program import Op, Program, Storage
 from fxmem.schedule import simulate
-from fxmem.testing.programs import Shape, oracle_peak_bytes, programs, schedules
+from fxmem.testing import Shape, oracle_peak_bytes, programs, schedules
 
 A, B = sizes.symbol("a"), sizes.symbol("b")
 

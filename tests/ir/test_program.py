@@ -9,7 +9,7 @@ from hypothesis import given
 from fxmem.errors import VerifyError
 from fxmem.ir import Op, Program, Storage, sizes
 from fxmem.planners.problem import reduce_program
-from fxmem.testing.programs import programs
+from fxmem.testing import programs
 
 
 def two_op_program(nbytes=8):

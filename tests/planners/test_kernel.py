@@ -12,7 +12,7 @@ from fxmem.planners.kernel.binding import Kernel, State
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planners.recompute.evict import EXPONENTS
 from fxmem.schedule import simulate
-from fxmem.testing.programs import programs
+from fxmem.testing import programs
 from tests.planners.models import MIB, Builder, blocks, many_users
 
 

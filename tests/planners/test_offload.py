@@ -26,7 +26,7 @@ from fxmem.planners.registry import Solution, get_planner
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link
-from fxmem.testing.programs import Shape, oracle_peak_bytes, programs
+from fxmem.testing import Shape, oracle_peak_bytes, programs
 from tests.planners.models import MIB, Builder, blocks
 from tests.planners.test_instances import load
 

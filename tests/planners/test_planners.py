@@ -22,8 +22,7 @@ from fxmem.planners.recompute.bound import LowerBound, least_bytes
 from fxmem.planners.recompute.mincut import CutFamily
 from fxmem.planners.recompute.search import Pool, quick
 from fxmem.schedule import simulate
-from fxmem.testing import zoo
-from fxmem.testing.programs import Shape, programs
+from fxmem.testing import Shape, programs, zoo
 from tests.planners.brute import least_extra_s
 from tests.planners.models import blocks, products
 

@@ -15,7 +15,7 @@ from fxmem.planners.tiers import fits, spread
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload
 from fxmem.schedule.simulate import Link
-from fxmem.testing.programs import programs
+from fxmem.testing import programs
 from tests.planners.models import MIB
 from tests.planners.test_offload import unrecomputable
 

@@ -10,7 +10,7 @@ from fxmem.runtime.transfers.layout import plan_layout
 from fxmem.schedule import Compute, Free, Machine, Offload, Recompute, Reload, StartBackward, Wait, simulate
 from fxmem.schedule.actions import action_from_json, action_to_json
 from fxmem.schedule.simulate import Link
-from fxmem.testing.programs import check_schedule, programs, schedules
+from fxmem.testing import check_schedule, programs, schedules
 from tests.ir.test_program import two_op_program
 from tests.planners.models import Builder
 

@@ -5,14 +5,18 @@ For anyone who writes planners or FX passes: draw a program, plan it, and call `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from fxmem.errors import VerifyError
 from fxmem.ir.program import Op, Program, Storage
+from fxmem.planners.plan import Plan, judge
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.schedule import Action, Compute, Free, Machine, Offload, Recompute, Reload, StartBackward, Wait, simulate
+from fxmem.schedule.actions import Tier
+from fxmem.schedule.simulate import Link, reads_of
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,31 @@ class _Builder:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, program: Program) -> tuple[Action, ...]:
-    """A random valid schedule without offloading.
+def schedules(
+    draw: st.DrawFn, program: Program, tiers: Sequence[Tier] = (), pinned: Collection[int] = ()
+) -> tuple[Action, ...]:
+    """A random valid schedule of `program`.
 
     Every forward value is kept or dropped at the boundary; what is missing is recomputed just in time and dropped again
-    at random.
+    at random. With `tiers`, some values leave for one of them between two reads and come back; `pinned` ones stay.
     """
+    actions = draw(_recomputing(program))
+    if not tiers:
+        return actions
+    nbytes = program.nbytes()
+    return _with_offloads(draw, program, actions, tiers, {s for s, n in enumerate(nbytes) if not n} | set(pinned))
+
+
+@st.composite
+def plans(draw: st.DrawFn, shape: Shape = Shape(), tiers: Sequence[Tier] = ("host", "disk")) -> Plan:
+    """A random program with a random valid plan of it: recomputation, drops, and offloads to `tiers`."""
+    program = draw(programs(shape))
+    machine = Machine({tier: Link(float(2 + i), float(1 + i), 0.5) for i, tier in enumerate(tiers)})
+    return judge(program, draw(schedules(program, tiers)), "drawn", None, machine)
+
+
+@st.composite
+def _recomputing(draw: st.DrawFn, program: Program) -> tuple[Action, ...]:
     problem = reduce_program(program)
     order = list(range(problem.num_forward))
     available = {
@@ -155,6 +178,33 @@ def _bring_back(problem: Problem, storage: int, available: set[int], order: list
         _bring_back(problem, int(operand), available, order)
     order.append(kernel)
     available.update(int(s) for s in problem.writes(kernel))
+
+
+def _with_offloads(
+    draw: st.DrawFn, program: Program, actions: Sequence[Action], tiers: Sequence[Tier], stay: Collection[int]
+) -> tuple[Action, ...]:
+    """`actions` with round trips to a tier between two uses of one residency; at most one for each storage."""
+    written = {s for op in program.ops for s in op.mutates}
+    fixed = {*stay, *written, *program.resident, *program.kept}
+    before: dict[int, list[Action]] = {}  # step -> what happens just before it
+    moved: set[int] = set()
+    for storage, first, last in simulate(program, actions).lifetimes:
+        reads = [step for step in range(first + 1, last + 1) if _reads(program, actions, step, storage)]
+        if storage in fixed or storage in moved or not reads or not draw(st.booleans()):
+            continue
+        moved.add(storage)
+        index = draw(st.integers(0, len(reads) - 1))
+        start, end = [first, *reads][index] + 1, reads[index]
+        places = sorted(draw(st.integers(start, end)) for _ in range(4))
+        tier = draw(st.sampled_from(tiers))
+        trip: tuple[Action, ...] = Offload(storage, tier), Free(storage), Reload(storage), Wait(storage)
+        for place, action in zip(places, trip, strict=True):
+            before.setdefault(place, []).append(action)
+    return tuple(a for step, action in enumerate(actions) for a in (*before.get(step, ()), action))
+
+
+def _reads(program: Program, actions: Sequence[Action], step: int, storage: int) -> bool:
+    return step < len(actions) and storage in reads_of(program, actions[step])
 
 
 def oracle_peak_bytes(program: Program, actions: Sequence[Action]) -> int:
@@ -214,11 +264,21 @@ def _alive(
     )
 
 
-def check_schedule(program: Program, actions: Sequence[Action], budget_bytes: int | None = None) -> int:
-    """Assert that `actions` are valid, agree with the oracle, and stay under the budget; returns the peak in bytes."""
-    result = simulate(program, actions, Machine())
-    assert result.peak_bytes == oracle_peak_bytes(program, actions)
-    assert actions.count(StartBackward()) == 1
+def check_schedule(
+    program: Program, actions: Sequence[Action], budget_bytes: int | None = None, machine: Machine | None = None
+) -> int:
+    """Assert that `actions` are a valid schedule, agree with the oracle, and stay under the budget; returns the peak.
+
+    Valid: every read finds its value on the device, waited for; effects happen once; backward starts once, after
+    forward. `machine`: its links (a schedule that offloads needs them). Raises AssertionError naming the action.
+    """
+    try:
+        result = simulate(program, actions, machine or Machine())
+    except VerifyError as error:
+        raise AssertionError(str(error)) from error
+    expected = oracle_peak_bytes(program, actions)
+    assert result.peak_bytes == expected, f"the simulator says {result.peak_bytes} bytes, the oracle {expected}"
+    assert actions.count(StartBackward()) == 1, "backward does not start exactly once"
     if budget_bytes is not None:
-        assert result.peak_bytes <= budget_bytes
+        assert result.peak_bytes <= budget_bytes, f"peaks at {result.peak_bytes} bytes, over {budget_bytes}"
     return result.peak_bytes
