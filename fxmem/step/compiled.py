@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from fxmem import compat
 from fxmem.budget import Budget, resolve_budget
+from fxmem.capture.ahead import first_break
 from fxmem.capture.errors import unwrapped_errors
 from fxmem.errors import BudgetInfeasible, CaptureError
 from fxmem.ir.program import Program
@@ -34,6 +35,7 @@ from fxmem.step.held_tensors import reachable_tensors, storages
 from fxmem.step.joined import Joined, Segment
 from fxmem.step.known import Known, learn, unplanned_bytes
 from fxmem.step.measurement import device_of, paused
+from fxmem.step.parallel import why_no_graph
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
 from fxmem.step.sampling import Sampling
 
@@ -106,6 +108,7 @@ class Step:
     @property
     def budget_bytes(self) -> int | None:
         """What measured peaks are held to; None: no limit, or a fraction of a step that was not seen yet."""
+        self._settle()
         if self._budget_bytes is not None:
             return self._budget_bytes
         limit = resolve_budget(self.settings.budget)
@@ -157,7 +160,7 @@ class Step:
         finally:
             self._arguments = None
         if self._num_runs == before and self.settings.budget is not None:
-            _refuse_unplanned(result)
+            self._refuse_unplanned(result, args, kwargs)
         return result
 
     def run(self, graph: Graph, args: Sequence[Any]) -> Any:
@@ -179,6 +182,15 @@ class Step:
         position = sum(call.variant.plan is not None for call in episode.calls)
         variant = known.variants[position] if known else self._suitable(graph, values, arguments)
         return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+
+    def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
+        tensors = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if not any(t.requires_grad for t in tensors):
+            return
+        broken = first_break(self.function, args, kwargs)
+        why = why_no_graph(self.function) or (str(broken) if broken is not None else "a graph break in a loop?")
+        raise CaptureError(f"Dynamo found no graph in the step, so it ran without a plan: {why}")
 
     @property
     def _is_held(self) -> bool:
@@ -254,7 +266,7 @@ class Step:
     def _missing_optimizer_bytes(self) -> int:
         """Of the named optimizer's state, which counts from the start: what does not exist yet."""
         optimizer = self.settings.optimizer
-        return self._optimizer_bytes - optimizer_bytes(optimizer) if optimizer is None or not optimizer.state else 0
+        return self._optimizer_bytes if optimizer is not None and not optimizer.state else 0
 
     def _fix_fraction(self, unplanned_bytes: int) -> None:
         """A fraction is one of the first step's peak without a plan, in bytes from then on."""
@@ -486,13 +498,6 @@ class Step:
         if episode.is_traced:
             return beside + episode.allocated_beside(given)
         return beside + sum(call.variant.saved_bytes for call in episode.open_calls)
-
-
-def _refuse_unplanned(result: Any) -> None:
-    """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
-    tensors = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    if any(t.requires_grad for t in tensors):
-        raise CaptureError("Dynamo found no graph in the step, so it ran without a plan (a graph break in a loop?)")
 
 
 def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:

@@ -40,7 +40,8 @@ def reachable_tensors(root: Any) -> list[Tensor]:
 
 def storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
     """address -> bytes of the storages of `tensors` on `device`, each once."""
-    on_device = (t.untyped_storage() for t in tensors if t.device == device and t.layout == torch.strided)
+    parts = (part for t in tensors if t.device == device for part in compat.strided_parts(t))
+    on_device = (part.untyped_storage() for part in parts if part.layout == torch.strided)
     return {s.data_ptr(): s.nbytes() for s in on_device if s.nbytes()}
 
 

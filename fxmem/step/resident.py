@@ -18,7 +18,8 @@ from fxmem.step.parallel import parallel_bytes
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    found = {compat.storage_key(t): int(compat.storage_nbytes(t)) for t in tensors if t is not None}
+    parts = (part for t in tensors if t is not None for part in compat.strided_parts(t))
+    found = {compat.storage_key(part): int(compat.storage_nbytes(part)) for part in parts}
     return sum(found.values())
 
 

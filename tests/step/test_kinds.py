@@ -1,0 +1,248 @@
+"""Steps as loops run them: several sizes, calls in flight together, graph breaks, and what is measured when."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxmem
+from fxmem import compat
+from fxmem.step.sampling import Sampling
+from tests.models import Blocks, blocks, gradients
+
+QUICK = {"solve_s": 0.3}
+
+
+def run(step, args):
+    step(*args).backward()
+
+
+def peak_of(module, function):
+    """What eager mode needs for one step, without gradients before."""
+    function()
+    module.zero_grad()
+    measured = fxmem.measure(function).peak_bytes
+    module.zero_grad()
+    return measured
+
+
+def check_steps(module, step, plain, budget, num_steps=4, num_over=0):
+    """Each step's gradients are those of `plain`; all but the first `num_over` stay under `budget`."""
+    plain()
+    expected = gradients(module)
+    peaks = []
+    for _ in range(num_steps):
+        peaks.append(fxmem.measure(step).peak_bytes)
+        torch.testing.assert_close(gradients(module), expected, rtol=1e-5, atol=1e-7)
+    assert max(peaks[num_over:]) <= budget, peaks
+    return peaks
+
+
+def test_another_size_is_an_alternative_and_the_second_one_makes_it_a_symbol():
+    module, _ = blocks(num_blocks=2)
+    batches = [tuple(torch.randn(rows, 32) for _ in range(2)) for rows in (96, 96, 64, 80, 72)]
+    budget = int(0.8 * peak_of(module, lambda: run(module, batches[0])))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for _ in range(2):
+        for args in batches:
+            run(module, args)
+            expected = gradients(module)
+            assert fxmem.measure(lambda args=args: run(step, args)).peak_bytes <= budget
+            assert all(torch.equal(a, b) for a, b in zip(gradients(module), expected, strict=True))
+    assert len(step.step._graphs) == 2, "one compilation for the first size, one for all others"
+    assert step.num_retries == 0
+
+
+def test_two_calls_in_flight_share_the_budget():
+    module, (x, y) = blocks(num_blocks=2, batch=128)
+
+    def twice(model):
+        (model(x, y) + model(x + 1, y)).backward()
+
+    budget = int(0.75 * peak_of(module, lambda: twice(module)))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    check_steps(module, lambda: twice(step), lambda: twice(module), budget, num_over=1)
+    assert len(step.plans) == 2
+    assert step.plan.peak_bytes <= budget
+    assert step.num_retries <= 1
+
+
+def test_a_forward_that_is_thrown_away_is_no_part_of_later_steps():
+    module, args = blocks(num_blocks=2, batch=128)
+    budget = int(0.8 * peak_of(module, lambda: run(module, args)))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for _ in range(3):
+        step(*args)  # a metric, computed with gradients and dropped
+        assert fxmem.measure(lambda: run(step, args)).peak_bytes <= budget
+        module.zero_grad()
+    assert step.num_retries == 0
+
+
+class Broken(Blocks):
+    """Breaks into two graphs at a call that nobody can trace."""
+
+    def forward(self, x, y):
+        x = x + self.blocks[0](x)
+        x = x + self.blocks[1](x)
+        torch._dynamo.graph_break()
+        for block in self.blocks[2:]:
+            x = x + block(x)
+        return F.mse_loss(x * self.scale, y)
+
+
+def test_graphs_of_a_broken_model_are_planned_as_one_problem():
+    torch.manual_seed(0)
+    module, args = Broken(), (torch.randn(128, 32), torch.randn(128, 32))
+    budget = int(0.7 * peak_of(module, lambda: run(module, args)))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    peaks = check_steps(module, lambda: run(step, args), lambda: run(module, args), budget)
+    assert step.plan.peak_bytes == peaks[-1], "what was measured beside the graphs is in the prediction"
+    assert len(step.plans) == 2
+    ahead = fxmem.plan(module, args, budget=budget, **QUICK)
+    assert ahead.peak_bytes <= budget < ahead.baseline_peak_bytes
+    assert ahead.extra_s > 0
+
+
+def test_a_loss_outside_of_the_model_counts():
+    module, (x, y) = blocks(num_blocks=2, batch=128)
+    body = nn.Sequential(*module.blocks)
+
+    def outside(model):
+        F.cross_entropy(torch.cat([model(x)] * 4, 1), y.argmax(1)).backward()
+
+    budget = int(0.85 * peak_of(body, lambda: outside(body)))
+    step = fxmem.compile(body, budget=budget, **QUICK)
+    target_bytes = y.nbytes  # which only the caller holds
+    check_steps(body, lambda: outside(step), lambda: outside(body), budget + target_bytes, num_over=1)
+    assert step.plan.peak_bytes <= budget
+
+
+def test_a_fraction_is_one_of_the_first_steps_peak_in_bytes_from_then_on():
+    module, _ = blocks(num_blocks=2)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    run(step, tuple(torch.randn(128, 32) for _ in range(2)))
+    first = step.step.budget_bytes
+    assert first == int(0.8 * step.plan.baseline_peak_bytes)
+    module.zero_grad()
+    run(step, tuple(torch.randn(64, 32) for _ in range(2)))
+    assert step.step.budget_bytes == first
+    assert step.plan.budget_bytes == first
+
+
+def test_several_backwards_of_one_forward_are_held():
+    module, (x, y) = blocks(num_blocks=2, batch=128)
+
+    def three(model):
+        loss = model(x, y)
+        for last in (False, False, True):
+            loss.backward(retain_graph=not last)
+
+    budget = int(0.92 * peak_of(module, lambda: three(module)))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    check_steps(module, lambda: three(step), lambda: three(module), budget, num_over=1)
+
+
+def test_two_compiled_models_have_a_budget_each():
+    one, args = blocks(num_blocks=2, batch=128)
+    two, _ = blocks(num_blocks=2, batch=128, seed=1)
+    budget = int(0.8 * peak_of(one, lambda: run(one, args)))
+    steps = [fxmem.compile(module, budget=budget, **QUICK) for module in (one, two)]
+    for _ in range(3):
+        (steps[0](*args) + steps[1](*args)).backward()
+        one.zero_grad()
+        two.zero_grad()
+    assert [step.num_retries for step in steps] == [0, 0]
+    assert all(step.step.measured_peak_bytes <= budget for step in steps)
+
+
+def test_a_lost_measurement_verifies_nothing():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    loss = step(*args)
+    compat.stop_memory_log()  # as a profiler of somebody else's would
+    loss.backward()
+    module.zero_grad()
+    assert step.step.measured_peak_bytes is None
+    run(step, args)
+    assert step.step.measured_peak_bytes == step.plan.peak_bytes
+
+
+class Leaky(Broken):
+    """Between its graphs runs code that later needs more than it did when the step was planned."""
+
+    more_bytes = 0
+
+    def forward(self, x, y):
+        x = x + self.blocks[0](x)
+        self.keep()
+        return F.mse_loss((x + self.blocks[1](x)) * self.scale, y)
+
+    @torch.compiler.disable
+    def keep(self):
+        self.kept = torch.ones(self.more_bytes // 4)
+
+
+def test_later_steps_are_held_too(monkeypatch):
+    torch.manual_seed(0)
+    module, args = Leaky(2), (torch.randn(128, 32), torch.randn(128, 32))
+    budget = peak_of(module, lambda: run(module, args))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for _ in range(3):
+        run(step, args)
+        module.zero_grad()
+    assert step.num_retries == 0
+    monkeypatch.setattr(Sampling, "is_due", True)  # it is after a while: see the next test
+    module.more_bytes = 40_000
+    run(step, args)
+    module.zero_grad()
+    assert step.plan.peak_bytes
+    assert step.num_retries == 1
+    assert fxmem.measure(lambda: run(step, args)).peak_bytes <= budget
+
+
+def test_measuring_known_steps_takes_a_small_share_of_the_time(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("fxmem.step.sampling.time.perf_counter", lambda: clock[0])
+    sampling, measured = Sampling(), 0
+    for number in range(2000):
+        is_measured = number == 0 or sampling.is_due
+        measured += is_measured
+        sampling.begin(is_measured)
+        clock[0] += 1.3 if is_measured else 1.0
+        sampling.end()
+    assert measured > 10
+    assert 0.3 * measured <= 0.01 * 2000
+
+
+def test_a_backward_that_never_comes_leaves_no_profiler_behind():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    loss = step(*args)
+    assert compat.profiler_is_active()
+    del loss
+    gc.collect()
+    assert not compat.profiler_is_active()
+
+
+def test_what_changes_every_step_is_named_before_it_would_run_without_a_plan(monkeypatch):
+    monkeypatch.setattr(compat, "RECOMPILE_LIMIT", 9)
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.mode = ""
+
+        def forward(self, x):
+            self.mode += "x"  # a new constant each time: another graph each time
+            return self.linear(x).mul(len(self.mode)).sum()
+
+    step = fxmem.compile(Changing(), budget=2**20)
+    for _ in range(9):
+        run(step, (torch.randn(4, 8),))
+    with pytest.raises(fxmem.CaptureError, match="was compiled 9 times"):
+        step(torch.randn(4, 8))
