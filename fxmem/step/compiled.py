@@ -63,7 +63,6 @@ class Step:
         self.settings = settings
         self.parameters = parameters_of(function)
         self.num_retries = 0
-        self.excess_bytes = 0
         self._measured_peak_bytes: int | None = None
         self._number = next(_owners)
         self._recent: deque[Known] = deque(maxlen=_NUM_RECENT)
@@ -80,7 +79,7 @@ class Step:
         self._optimizer_bytes = optimizer_bytes(settings.optimizer)
         self._num_calls = itertools.count()
         self._num_runs = 0
-        self._sampling = Sampling()
+        self.sampling = Sampling()
 
     # what a user reads
 
@@ -119,7 +118,7 @@ class Step:
         limit = resolve_budget(budget)
         self._settle()
         self.settings = replace(self.settings, budget=budget)
-        self.excess_bytes = self.num_retries = 0
+        self.num_retries = 0
         self._budget_bytes = None
         for known in self._known.values():
             known.margin_bytes = known.num_retries = 0
@@ -175,7 +174,7 @@ class Step:
         known = self._expected(episode, key)
         if self._is_held and not episode.calls and not episode.is_traced:
             is_unsure = known is None or not known.is_verified
-            if is_unsure or (self._arguments is None and self._sampling.is_due):
+            if is_unsure or (self._arguments is None and self.sampling.is_due):
                 self._trace(episode, args)
         arguments = storages_of(args, self._device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
@@ -210,9 +209,9 @@ class Step:
         self._carried = [call for call in self._carried if call.is_open]
         self._episode = Episode(self._number, self._noticed_end)
         is_unsure = not self._recent or not all(known.is_verified for known in self._recent)
-        if self._is_held and self._arguments is not None and (is_unsure or self._sampling.is_due):
+        if self._is_held and self._arguments is not None and (is_unsure or self.sampling.is_due):
             self._trace(self._episode, ())
-        self._sampling.begin(self._episode.is_traced)
+        self.sampling.begin(self._episode.is_traced)
         return self._episode
 
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
@@ -228,7 +227,7 @@ class Step:
 
     def _noticed_end(self) -> None:
         """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""
-        self._sampling.end()
+        self.sampling.end()
         self._ended, self._episode = self._episode, None
 
     def _settle(self) -> None:
@@ -488,7 +487,7 @@ class Step:
         gradients, optimizer state, what earlier calls saved, and what else was made since the step began."""
         episode = self._episode
         given = {address for address, _ in arguments}
-        beside = self.excess_bytes + self._gradient_bytes + self._optimizer_bytes
+        beside = self._gradient_bytes + self._optimizer_bytes
         beside += beside_graph_bytes(self.function, program, first_graph=graph.break_reason is not None)
         beside += sum(call.variant.saved_bytes for call in self._carried if call.is_open)
         held = storages(reachable_tensors(self._arguments), self._device) if any(given) else {}

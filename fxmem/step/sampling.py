@@ -19,6 +19,18 @@ class Sampling:
         self._started_s: float | None = None
         self._is_measured = False
         self._since_s = 0.0  # unmeasured time since the last measured step
+        self.reset()
+
+    def reset(self) -> None:
+        """Count anew what `share` is of."""
+        self._total_s = self._measured_s = 0.0
+        self._num_measured = 0
+
+    @property
+    def share(self) -> float:
+        """Of the time since the start, or `reset`: what measured steps took over the others."""
+        usual_s = statistics.median(self._seconds[False]) if self._seconds[False] else 0.0
+        return max(0.0, self._measured_s - self._num_measured * usual_s) / self._total_s if self._total_s else 0.0
 
     def begin(self, is_measured: bool) -> None:
         self._started_s, self._is_measured = time.perf_counter(), is_measured
@@ -29,6 +41,9 @@ class Sampling:
         seconds = time.perf_counter() - self._started_s
         self._started_s = None
         self._seconds[self._is_measured].append(seconds)
+        self._total_s += seconds
+        self._measured_s += seconds if self._is_measured else 0.0
+        self._num_measured += self._is_measured
         self._since_s = 0.0 if self._is_measured else self._since_s + seconds
 
     @property

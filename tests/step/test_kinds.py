@@ -88,7 +88,7 @@ class Broken(Blocks):
     def forward(self, x, y):
         x = x + self.blocks[0](x)
         x = x + self.blocks[1](x)
-        torch._dynamo.graph_break()
+        torch.compiler.disable(print)(end="")
         for block in self.blocks[2:]:
             x = x + block(x)
         return F.mse_loss(x * self.scale, y)
