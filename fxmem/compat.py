@@ -28,7 +28,7 @@ from torch._dynamo.exc import (
     exceptions_allowed_to_be_fallback,
 )
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
+from torch._functorch._aot_autograd import graph_capture, graph_compile, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -87,6 +87,7 @@ __all__ = [
     "is_wrapper_subclass",
     "isolated_compile",
     "no_aot_cache",
+    "no_donated_buffers",
     "no_idle_checks",
     "no_modes",
     "past_dynamo",
@@ -194,6 +195,19 @@ def trainable_lstms() -> Iterator[None]:
 
     torchs_own: Any = decompositions.select_one_layer_lstm_function
     with unittest.mock.patch.object(decompositions, "select_one_layer_lstm_function", select):
+        yield
+
+
+@contextlib.contextmanager
+def no_donated_buffers() -> Iterator[None]:
+    """Saved tensors stay autograd's own: donated ones, which only inductor makes use of, forbid `retain_graph`.
+
+    The setting of that name is read again when a backward runs, so it is of no use for one compilation.
+    """
+    if not hasattr(graph_compile, "collect_bw_donated_buffer_idxs"):
+        yield
+        return
+    with unittest.mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
         yield
 
 

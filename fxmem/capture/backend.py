@@ -75,6 +75,7 @@ def make_backend(
         )
         with (
             compat.no_aot_cache(),
+            compat.no_donated_buffers(),
             compat.no_idle_checks(module),
             compat.trainable_lstms(),
             capture_errors(falls_back=True),

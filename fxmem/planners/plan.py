@@ -254,7 +254,7 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
         raise error.of(budget, program.shown) from None
     solve_s = time.perf_counter() - started
     plan = judge(program, found.actions, planner, limit, options.machine)
-    lower_bound_s = max(0.0, found.lower_bound_s - ROUNDING * plan.baseline_s)
+    lower_bound_s = max(min(0.0, plan.extra_s), found.lower_bound_s - ROUNDING * plan.baseline_s)
     return replace(plan, lower_bound_s=lower_bound_s, notes=found.notes, solve_s=solve_s)
 
 

@@ -45,7 +45,7 @@ def plan_captured(
     parts = _parts(joints, [with_numbers(annotated_program(joint, settings, may_run), {}) for joint in joints])
     bare = join(parts, range(len(parts))[::-1])
     joined = join(parts, range(len(parts))[::-1], Beside(throughout=resident_bytes(bare.program)))
-    return plan_joined(joined, settings, budget)
+    return plan_joined(joined, joints, settings, budget)
 
 
 def _parts(joints: Sequence[JointGraph], programs: Sequence[Program]) -> list[Part]:

@@ -40,7 +40,7 @@ from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_by
 from fxmem.step.sampling import Sampling
 
 NUM_RETRIES = 3
-_MARGIN = 0.01  # of the budget, per retry after the first
+_MARGIN = 0.025  # of the budget, per retry after the first
 _SLACK = 0.02  # of the budget: so much left over is worth another plan
 _WORTH = 0.01  # of a step: extra time worth another plan
 _LOSS = 2  # times the gradients of the outputs: what a loss outside of the model is taken to hold, until it was seen
@@ -85,19 +85,20 @@ class Step:
 
     @property
     def plans(self) -> list[Plan]:
-        """One for each call of a training graph in the step that ran last."""
+        """One for each call of a training graph in the step that runs, or ran last."""
         self._settle()
-        return list(self._last)
+        running = self._episode.plans if self._episode is not None else []
+        return running or list(self._last)
 
     @property
     def plan(self) -> Plan:
         """The plan of the step that ran last, all its graphs together. Raises LookupError before the first one."""
-        self._settle()
-        if self._whole is not None:
+        plans = self.plans
+        if self._whole is not None and plans == self._last:
             return self._whole
-        if not self._last:
+        if not plans:
             raise LookupError("nothing is planned before the first training step; fxmem.plan does it ahead of time")
-        return max(self._last, key=lambda plan: plan.peak_bytes)
+        return max(plans, key=lambda plan: plan.peak_bytes)
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -233,9 +234,9 @@ class Step:
     def _settle(self) -> None:
         """Learn from the episode that ended last."""
         episode, self._ended = self._ended, None
-        plans = [plan for call in episode.calls if (plan := call.variant.plan) is not None] if episode else []
-        if episode is None or not plans:
+        if episode is None or not episode.plans:
             return
+        plans = episode.plans
         known = self._known.get(episode.prefix) if self._is_held else None
         levels = episode.levels
         if levels is not None and self._is_held:
@@ -382,7 +383,7 @@ class Step:
             if joined is None:
                 known.plan = plan_program(known.program(0), graphs[0].captured[0], self.settings, self._limit_or_asked)
             else:
-                known.plan = plan_joined(joined, self.settings, self._limit_or_asked)
+                known.plan = plan_joined(joined, [g.captured[0] for g in graphs], self.settings, self._limit_or_asked)
         except BudgetInfeasible as error:
             known.plan = self._least_of(known, joined, error)
         known.needs_plan = False

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxmem import compat
+from fxmem.planners.plan import Plan
 from fxmem.step.held_tensors import storages
 from fxmem.step.joined import Made, Segment
 from fxmem.step.measurement import MemoryTrace, mark
@@ -137,6 +138,11 @@ class Episode:
     @property
     def open_calls(self) -> list[Call]:
         return [call for call in self.calls if call.is_open]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """What its calls run by."""
+        return [plan for call in self.calls if (plan := call.variant.plan) is not None]
 
     @property
     def prefix(self) -> tuple[Key, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -66,13 +66,19 @@ def plan_program(program: Program, joint: JointGraph, settings: Settings, budget
     return replace(plan, joint=joint, notes={**plan.notes, **({STAYS: _by_json_key(stays)} if stays else {})})
 
 
-def plan_joined(joined: Joined, settings: Settings, budget: Budget) -> Plan:
+def plan_joined(joined: Joined, joints: Sequence[JointGraph], settings: Settings, budget: Budget) -> Plan:
     """Plan the graphs of a step together. Raises BudgetInfeasible.
 
-    Nothing is offloaded across calls: a graph can't give up or take back bytes while another one runs.
+    With several calls nothing is offloaded: a graph can't give up or take back bytes while another one runs.
     """
-    options = planner_options(joined.program, replace(settings, tiers=()))
-    return make_plan(joined.program, budget, settings.planner if not settings.tiers else "auto", options)
+    if settings.tiers and len(joints) > 1:
+        return make_plan(joined.program, budget, "auto", planner_options(joined.program, replace(settings, tiers=())))
+    options = planner_options(joined.program, settings)
+    if options.tiers:
+        stays = why_not_offloadable(joints[0], joined.parts[0].program, min_bytes=1)
+        free = {s for s, (_, own) in joined.storage_of.items() if own not in stays}
+        options = replace(options, pinned=frozenset(range(len(joined.program.storages))) - free)
+    return make_plan(joined.program, budget, settings.planner, options)
 
 
 def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:

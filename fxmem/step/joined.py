@@ -55,6 +55,7 @@ class Beside:
 class Joined:
     """`where[op]`: (call, op of its program), or None for a mark. `first`, `last`: marks around each segment."""
 
+    parts: Sequence[Part]
     program: Program
     where: tuple[tuple[int, int] | None, ...]
     storage_of: Mapping[int, tuple[int, int]]
@@ -292,7 +293,7 @@ class _Joiner:
             extra_resident_bytes=self.beside.throughout,
         )
         owners = {joined: at for at, joined in self.storage_at.items() if self._owns(at)}
-        return Joined(program, tuple(self.where), owners, self.first, self.last)
+        return Joined(self.parts, program, tuple(self.where), owners, self.first, self.last)
 
     def _owns(self, at: tuple[int, int]) -> bool:
         """Does the call make this storage?"""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fxmem.ir.program import Program
 from fxmem.planners.plan import Plan, baseline_actions, judge
 from fxmem.planners.problem import reduce_program
-from fxmem.schedule import Action, Compute, simulate
+from fxmem.schedule import Action, Compute, SimResult, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.graph import Graph, Variant
 from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
@@ -66,7 +66,7 @@ class Known:
         if self.is_plain:
             return self.plan
         program = replace(self.program(position), released=tuple(sorted(self.parts[position].dropped)))
-        alone = simulate(program, actions).peak_bytes
+        alone = simulate(program, actions, self.plan.machine).peak_bytes
         beside = program.extra_resident_bytes + max(0, self.plan.peak_bytes - alone)
         whole = replace(program, extra_resident_bytes=beside)
         plan = judge(whole, actions, self.plan.planner, None, self.plan.machine)
@@ -75,7 +75,7 @@ class Known:
     def beside_at(self, program: Program) -> int:
         """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""
         own = with_numbers(self.program(0), self.values[0])
-        more = self.plan.peak_bytes - simulate(own, self.plan_actions).peak_bytes
+        more = self.plan.peak_bytes - simulate(own, self.plan_actions, self.plan.machine).peak_bytes
         sizes = [sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own, program)]
         return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
 
@@ -117,7 +117,10 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
     bare = join(parts, order)
     schedules = [_actions(call) for call in calls]
     found = {(region, renumbered[n]): level for (region, n), level in levels.items() if n in renumbered}
-    beside = _beside(bare, bare.merge(schedules), found, standing_more_bytes)
+    own = calls[0].variant.plan
+    assert own is not None
+    run = simulate(bare.program, bare.merge(schedules), own.machine)
+    beside = _beside(bare, run, bare.merge(schedules), found, standing_more_bytes)
     known = Known(
         prefix=episode.prefix,
         graphs=tuple(weakref.ref(call.graph) for call in calls),
@@ -126,7 +129,7 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
         order=order,
         beside=beside,
         variants=[call.variant for call in calls],
-        plan=calls[0].variant.plan,  # type: ignore[arg-type]
+        plan=own,
         unplanned_bytes=0,
     )
     known.plan = _judged(known, calls, schedules)
@@ -178,10 +181,13 @@ def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) 
 
 
 def _beside(
-    joined: Joined, actions: Sequence[Action], levels: Mapping[Segment, Level], standing_more_bytes: int
+    joined: Joined,
+    run: SimResult,
+    actions: Sequence[Action],
+    levels: Mapping[Segment, Level],
+    standing_more_bytes: int,
 ) -> Beside:
     """What was measured over what the calls themselves account for, segment by segment."""
-    run = simulate(joined.program, actions)
     more: dict[Segment, int] = {}
     at_start: dict[Segment, int] = {}
     for segment, level in levels.items():
