@@ -256,7 +256,8 @@ def _row(name: str, share: float, eager: list[StepRecord]) -> Row:
             return {**row, "outcome": "infeasible", "detail": smallest}
         return {**row, "outcome": "raises", "detail": shortened(error)}
     measured_bytes, predicted_bytes = records[-1].peak_bytes, module.plan.peak_bytes
-    grad_error = max(gradient_error(a.gradients, b.gradients) for a, b in zip(records, eager, strict=False))
+    errors = (gradient_error(a.gradients, b.gradients) for a, b in zip(records, eager, strict=False))
+    grad_error = max(error for error in errors if error is not None)
     return {
         **row,
         "outcome": "over" if measured_bytes > budget_bytes else "differs" if grad_error > 1e-4 else "held",

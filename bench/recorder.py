@@ -70,10 +70,12 @@ class Recorder:
         return StepRecord(losses[0], measured.peak_bytes, measured.seconds, planned, gradients, self.others_bytes())
 
 
-def gradient_error(found: Gradients, expected: Gradients) -> float:
-    """Norm of the difference over the norm; inf where one side has a gradient and the other none."""
+def gradient_error(found: Gradients, expected: Gradients) -> float | None:
+    """Norm of the difference over the norm; inf where one side has a gradient and the other none, None without any."""
     if [g is None for g in found] != [g is None for g in expected]:
         return float("inf")
+    if all(g is None for g in found):
+        return None
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
     difference = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
     norm = sum(float(np.square(b.astype(np.float64)).sum()) for _, b in pairs)

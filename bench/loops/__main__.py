@@ -7,8 +7,8 @@ largest peak of eager's steps. Every step is measured as a whole, forward and ba
 the largest hold. `over`: steps above the budget in which nothing was planned; `over_new`: those in which something was
 (the measurement that leads to another plan is one of them); `worst_bytes`: the largest excess of `over`, or of
 `over_new` where that is 0. `graphs`, `plans`: those seen after any step. `replans`: plans beyond one a graph.
-`grad_error`: norm of the difference to eager's gradients over their norm, the worst step. `loss_error`: largest
-difference of losses. `later_s`: median of the steps after the first.
+`grad_error`: norm of the difference to eager's gradients over their norm, the worst step; None if no step leaves any.
+`loss_error`: largest difference of losses. `later_s`: median of the steps after the first.
 """
 
 from __future__ import annotations

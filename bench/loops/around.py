@@ -203,7 +203,7 @@ def acting_between(compile_: Compile) -> Steps:
     """Reinforcement learning: many calls on one row without gradients, then a step on all of them."""
     model = compile_(MLP())
     optimizer = sgd(model)
-    for _ in range(3):
+    for _ in range(4):
         states = []
         for _ in range(16):
             with torch.no_grad():

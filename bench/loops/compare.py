@@ -87,6 +87,7 @@ def compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
     excess = [(s.planned, s.peak_bytes - budget_bytes - s.others_bytes) for s in ours.steps]
     over = [nbytes for planned, nbytes in excess if nbytes > 0 and not planned]
     over_new = [nbytes for planned, nbytes in excess if nbytes > 0 and planned]
+    errors = [gradient_error(a.gradients, b.gradients) for a, b in pairs]
     seconds = [s.seconds for s in ours.steps]
     return {
         "steps": f"{len(ours.steps)}/{len(eager.steps)}",
@@ -97,7 +98,7 @@ def compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
         "plans": ours.plans,
         "replans": ours.plans - ours.graphs,
         "retries": ours.retries,
-        "grad_error": max((gradient_error(a.gradients, b.gradients) for a, b in pairs), default=None),
+        "grad_error": max((error for error in errors if error is not None), default=None),
         "loss_error": max((abs(a.loss - b.loss) for a, b in pairs), default=None),
         "first_s": seconds[0] if seconds else None,
         "later_s": statistics.median(seconds[1:]) if seconds[1:] else None,

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from bench.loops.compare import LOOPS, Run, compared, row, run
 from bench.recorder import StepRecord, gradient_error
 
 TORCHVISION = ("faster_rcnn",)
+LEAVES_NO_GRADIENT = ("optimizer_in_backward",)
 
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if name not in TORCHVISION])
@@ -18,7 +21,16 @@ def test_loop_runs_in_eager_and_trains(name: str) -> None:
     assert found.error is None
     assert len(found.steps) >= 4
     assert all(math.isfinite(step.loss) and step.peak_bytes > 0 for step in found.steps)
-    assert any(gradient is not None and gradient.any() for step in found.steps for gradient in step.gradients)
+    has_gradients = any(gradient is not None and gradient.any() for step in found.steps for gradient in step.gradients)
+    assert has_gradients == (name not in LEAVES_NO_GRADIENT)
+
+
+def test_optimizer_in_backward_moves_every_parameter() -> None:
+    models: list[nn.Module] = []
+    for step in LOOPS["optimizer_in_backward"].run(lambda model: models.append(model) or model):
+        before = [p.detach().clone() for p in models[0].parameters()]
+        step()
+        assert not any(torch.equal(p, old) for p, old in zip(models[0].parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["dropout", "partial_batch", "gan"])
@@ -60,4 +72,5 @@ def test_models_compiled_beside_the_largest_do_not_count() -> None:
 def test_a_missing_gradient_is_an_infinite_error() -> None:
     assert gradient_error([None], [np.ones(2)]) == math.inf
     assert gradient_error([np.ones(2), None], [np.ones(2), None]) == 0
+    assert gradient_error([None], [None]) is None
     assert gradient_error([np.full(2, 1.1)], [np.ones(2)]) == pytest.approx(0.1)
