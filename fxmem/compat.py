@@ -207,7 +207,7 @@ def no_donated_buffers() -> Iterator[None]:
     if not hasattr(graph_compile, "collect_bw_donated_buffer_idxs"):
         yield
         return
-    with unittest.mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
+    with unittest.mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
         yield
 
 

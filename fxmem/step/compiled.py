@@ -62,7 +62,7 @@ class Step:
         self.function = function
         self.settings = settings
         self.parameters = parameters_of(function)
-        self.num_retries = 0
+        self._num_retries = 0
         self._measured_peak_bytes: int | None = None
         self._number = next(_owners)
         self._recent: deque[Known] = deque(maxlen=_NUM_RECENT)
@@ -101,6 +101,11 @@ class Step:
         return max(plans, key=lambda plan: plan.peak_bytes)
 
     @property
+    def num_retries(self) -> int:
+        self._settle()
+        return self._num_retries
+
+    @property
     def measured_peak_bytes(self) -> int | None:
         self._settle()
         return self._measured_peak_bytes
@@ -119,7 +124,7 @@ class Step:
         limit = resolve_budget(budget)
         self._settle()
         self.settings = replace(self.settings, budget=budget)
-        self.num_retries = 0
+        self._num_retries = 0
         self._budget_bytes = None
         for known in self._known.values():
             known.margin_bytes = known.num_retries = 0
@@ -340,7 +345,7 @@ class Step:
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
         known.num_retries += 1
-        self.num_retries += 1
+        self._num_retries += 1
         known.needs_plan = True
         _LOGGER.info("a step was measured %d bytes over its budget of %d; it is planned again", over_bytes, limit)
 

@@ -7,6 +7,7 @@ when none of its forwards can be read by a backward any more. A call stands unti
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,6 +85,7 @@ class Episode:
         self.calls: list[Call] = []
         self.backward_order: list[int] = []
         self.has_compiled = self.has_ended = False
+        self.is_torn = False  # part of it ran where it could not be measured
         self.gradient_bytes = 0
         self.trace: MemoryTrace | None = None
         self.is_whole = False  # measured from the start of the user's call
@@ -188,6 +190,8 @@ class Episode:
                 other.dropped = frozenset(
                     i for i, output in enumerate(other.outputs) if output is not None and output[1]() is None
                 )
+        if self.trace is not None and self.trace.device.type == "cpu" and threading.get_ident() != self._thread:
+            self.is_torn = True
         if call not in self._recent:
             self._recent.append(call)
             self.backward_order.append(call.number)
@@ -226,7 +230,7 @@ class Episode:
     def levels(self) -> dict[Segment, Level] | None:
         """Bytes by segment, absolute; None if they were not measured."""
         trace = self.trace
-        if trace is None or trace.is_running or trace.peak_delta_bytes is None:
+        if trace is None or self.peak_bytes is None:
             return None
         found: dict[Segment, Level] = {}
         running: Segment | None = None
@@ -250,8 +254,12 @@ class Episode:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The measured peak; None if it was not measured."""
+        """The measured peak; None if it was not measured as a whole: a backward failed, or ran on another thread."""
         if self.trace is None or self.trace.is_running or self.trace.peak_delta_bytes is None:
+            return None
+        keys = [point.key for point in self.trace.marks]
+        has_failed = any(key.startswith("B+") and after == "0" for key, after in itertools.pairwise(keys))
+        if self.is_torn or has_failed:
             return None
         return self.start_bytes + sum(self._late.values()) + self.trace.peak_delta_bytes
 

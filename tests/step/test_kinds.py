@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -246,3 +247,31 @@ def test_what_changes_every_step_is_named_before_it_would_run_without_a_plan(mon
         run(step, (torch.randn(4, 8),))
     with pytest.raises(fxmem.CaptureError, match="was compiled 9 times"):
         step(torch.randn(4, 8))
+
+
+def test_a_backward_on_another_thread_verifies_nothing_and_leaves_no_profiler():
+    module, args = blocks(num_blocks=2, batch=128)
+    run(module, args)
+    expected = gradients(module)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    for _ in range(2):
+        thread = threading.Thread(target=step(*args).backward)
+        thread.start()
+        thread.join()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module), expected, strict=True))
+    assert step.step.measured_peak_bytes is None
+    run(step, args)
+    assert step.step.measured_peak_bytes == step.plan.peak_bytes
+    assert not compat.profiler_is_active()
+
+
+def test_a_backward_that_fails_verifies_nothing():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    hook = module.blocks[0][1].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(step, args)
+    hook.remove()
+    module.zero_grad()
+    run(step, args)
+    assert step.step.measured_peak_bytes == step.plan.peak_bytes
