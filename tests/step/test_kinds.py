@@ -12,6 +12,7 @@ from torch import nn
 
 import fxmem
 from fxmem import compat
+from fxmem.step.measurement import MemoryTrace
 from fxmem.step.sampling import Sampling
 from tests.models import Blocks, blocks, gradients
 
@@ -275,3 +276,29 @@ def test_a_backward_that_fails_verifies_nothing():
     module.zero_grad()
     run(step, args)
     assert step.step.measured_peak_bytes == step.plan.peak_bytes
+
+
+def test_levels_are_flat_over_300_steps_of_which_some_fail():
+    module, args = blocks(num_blocks=2, batch=64)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+
+    def one(number):
+        loss = step(*args)
+        if number % 11 == 0:
+            loss.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        elif number % 7:
+            loss.backward()
+        module.zero_grad()
+
+    for number in range(30):
+        one(number)
+    trace = MemoryTrace()
+    trace.begin()
+    for number in range(300):
+        one(number)
+    gc.collect()
+    assert trace.level()[0] == 0, "bytes that nobody gave back"
+    trace.end()
+    assert step.num_retries == 0
