@@ -14,6 +14,9 @@ from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.graph import Graph, Variant
 from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
 
+_COMPILING_BYTES = 4096
+"""So much may a step that compiles something leave over: constants, numbers as tensors."""
+
 
 @dataclass(eq=False)
 class Known:
@@ -120,7 +123,9 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
     own = calls[0].variant.plan
     assert own is not None
     run = simulate(bare.program, bare.merge(schedules), own.machine)
-    beside = _beside(bare, run, bare.merge(schedules), found, standing_more_bytes)
+    noise_bytes = _COMPILING_BYTES if episode.has_compiled else 0
+    beside = _beside(bare, run, bare.merge(schedules), found, noise_bytes)
+    beside = replace(beside, throughout=beside.throughout + standing_more_bytes)
     known = Known(
         prefix=episode.prefix,
         graphs=tuple(weakref.ref(call.graph) for call in calls),
@@ -185,9 +190,9 @@ def _beside(
     run: SimResult,
     actions: Sequence[Action],
     levels: Mapping[Segment, Level],
-    standing_more_bytes: int,
+    noise_bytes: int,
 ) -> Beside:
-    """What was measured over what the calls themselves account for, segment by segment."""
+    """What was measured over what the calls themselves account for, segment by segment; up to `noise_bytes` is none."""
     more: dict[Segment, int] = {}
     at_start: dict[Segment, int] = {}
     for segment, level in levels.items():
@@ -196,13 +201,14 @@ def _beside(
         first, last = (actions.index(Compute(mark[segment])) for mark in (joined.first, joined.last))
         at_start[segment] = int(run.bytes_at[first])
         peak = int(run.bytes_at[first : last + 1].max())
-        more[segment] = max(level.start - at_start[segment], level.peak - peak, level.end - int(run.bytes_at[last]))
+        excess = max(level.start - at_start[segment], level.peak - peak, level.end - int(run.bytes_at[last]))
+        more[segment] = excess if abs(excess) > noise_bytes else 0
     throughout = min(more.values(), default=0)  # below 0: outputs' gradients that never came, say
     floor = max((level.end for level in levels.values()), default=0)  # with all gradients: no plan needs less
     during = {segment: n - throughout for segment, n in more.items() if n > throughout}
     gaps = {s: levels[s].before - at_start[s] - n for s, n in more.items() if levels[s].before > floor}
     before = {segment: gap for segment, gap in gaps.items() if gap > 0}
-    return Beside(throughout + standing_more_bytes, during, before)
+    return Beside(throughout, during, before)
 
 
 def unplanned_bytes(program: Program) -> int:
