@@ -111,7 +111,8 @@ class Graph:
     def _see(self, joint: JointGraph) -> None:
         self.joint = joint
         if self.program is None:
-            self.program = annotated_program(joint, self.settings, may_run=True)
+            is_free = not compat.profiler_is_active()  # somebody's profiler would end with ours
+            self.program = annotated_program(joint, self.settings, may_run=is_free)
 
     def _lowered(self, joint: JointGraph, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
         transfers = self._transfers = open_transfers(plan.program, plan.actions, self.settings.offload_dir)

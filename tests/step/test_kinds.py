@@ -302,3 +302,15 @@ def test_levels_are_flat_over_300_steps_of_which_some_fail():
     assert trace.level()[0] == 0, "bytes that nobody gave back"
     trace.end()
     assert step.num_retries == 0
+
+
+def test_somebody_elses_profiler_sees_the_whole_first_step():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget=0.8, **QUICK)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run(step, args)
+    assert any("addmm" in event.key for event in profile.key_averages())
+    assert step.step.measured_peak_bytes is None
+    module.zero_grad()
+    run(step, args)
+    assert step.step.measured_peak_bytes == step.plan.peak_bytes
