@@ -99,6 +99,8 @@ class Episode:
     # measuring
 
     def start_trace(self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool) -> None:
+        if device.type == "cpu" and compat.default_store() is not None:
+            return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         held = storages(tensors, device)
         trace = MemoryTrace(device, watched=tensors, owner=self.owner)
         if trace.begin():
