@@ -60,14 +60,15 @@ class Watch:
         actor = actor or self.thread
         mine = self.clock(actor)
         mine[actor] = mine.get(actor, 0) + 1
+        if not nbytes:  # a slot without bytes touches nothing, wherever it is laid
+            return
         new = Access(start, start + nbytes, writes, actor, mine[actor])
         for old in self.accesses:
             clashes = old.start < new.end and new.start < old.end and (old.writes or writes)
             if clashes and old.at > mine.get(old.actor, 0):
                 raise Race(f"{new} is not after {old}")
-        if nbytes:
-            kept = [old for old in self.accesses if not (writes and new.start <= old.start and old.end <= new.end)]
-            self.accesses = [*kept, new]
+        kept = [old for old in self.accesses if not (writes and new.start <= old.start and old.end <= new.end)]
+        self.accesses = [*kept, new]
 
     def compute(self, tensor: torch.Tensor, writes: bool) -> None:
         """A kernel on the stream that computes."""
