@@ -111,13 +111,14 @@ class _Emitter:
         self.drop()
 
     def wanted(self, block: int, targets: set[int]) -> list[int]:
-        """Kernels of a block that make ``targets``; in its first run also what is pinned or has effects."""
+        """Kernels of a block that make ``targets``; in its first run also what is pinned, drawn, or has effects."""
         problem, chosen = self.blocks.problem, []
         need = {s for s in targets if s not in self.have}
         for kernel in reversed(self.blocks.forward[block]):
             made = set(problem.results[kernel])
             once = kernel not in self.ran and (
-                bool(self.blocks.fixed[kernel]) or not made or not made.isdisjoint(self.blocks.pinned)
+                bool(problem.must_run[kernel]) or bool(self.blocks.fixed[kernel]) or not made
+                or not made.isdisjoint(self.blocks.pinned)
             )
             if once or not made.isdisjoint(need):
                 chosen.append(kernel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -299,13 +300,13 @@ def _moving_bytes(transfers: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_under_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@importlib.import_module("torch._inductor.config").patch(reorder_for_peak_memory=False)
+def test_under_inductor(tmp_path: Path) -> None:
     """Compiled code runs every transfer and gives the gradients of the unplanned one.
 
     What takes or gives back bytes keeps the order of the plan; a wait may come earlier, which costs time, not bytes.
     The order holds only if inductor is told not to reorder for memory; values are right either way.
     """
-    monkeypatch.setattr("torch._inductor.config.reorder_for_peak_memory", False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 1))
     x = torch.randn(16, 32)
