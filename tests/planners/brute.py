@@ -12,7 +12,7 @@ Place = tuple[int, frozenset[int]]
 
 def least_extra_s(problem: Problem, budget_bytes: int) -> float:
     """Dijkstra over (next kernel of the captured order, forward storages on the device). Moves: run the next kernel,
-    skip it (a forward kernel without effects), run a forward kernel again in backward, forget a storage. inf if
+    skip it (a forward kernel that need not run), run a forward kernel again in backward, forget a storage. inf if
     nothing fits."""
     room = budget_bytes - problem.base_bytes
     start: Place = (0, frozenset())
@@ -38,7 +38,7 @@ def _moves(
     ran = _run(problem, at, alive, at, room)
     if ran is not None:
         moves.append((float(problem.seconds[at]), (at + 1, ran)))
-    if not in_backward and problem.recomputable[at] and not problem.keep_to_end[problem.writes(at)].any():
+    if not in_backward and not problem.must_run[at] and not problem.keep_to_end[problem.writes(at)].any():
         moves.append((0.0, (at + 1, alive)))
     for kernel in range(problem.num_forward if in_backward else 0):
         if problem.recomputable[kernel]:
