@@ -184,8 +184,7 @@ class Step:
                 self._trace(episode, args)
         arguments = storages_of(args, self._device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
-        position = sum(call.variant.plan is not None for call in episode.calls)
-        variant = known.variants[position] if known else self._suitable(graph, values, arguments)
+        variant = known.variants[len(episode.plans)] if known else self._suitable(graph, values, arguments)
         return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
 
     def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

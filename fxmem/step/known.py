@@ -118,13 +118,12 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
     parts = tuple(_part(call, renumbered, by_number) for call in calls)
     order = tuple(renumbered[n] for n in dict.fromkeys(episode.backward_order) if n in renumbered)
     bare = join(parts, order)
-    schedules = [_actions(call) for call in calls]
+    schedules = [plan.actions for plan in episode.plans]
     found = {(region, renumbered[n]): level for (region, n), level in levels.items() if n in renumbered}
-    own = calls[0].variant.plan
-    assert own is not None
-    run = simulate(bare.program, bare.merge(schedules), own.machine)
+    own, merged = episode.plans[0], bare.merge(schedules)
+    run = simulate(bare.program, merged, own.machine)
     noise_bytes = _COMPILING_BYTES if episode.has_compiled else 0
-    beside = _beside(bare, run, bare.merge(schedules), found, noise_bytes)
+    beside = _beside(bare, run, merged, found, noise_bytes)
     beside = replace(beside, throughout=beside.throughout + standing_more_bytes)
     known = Known(
         prefix=episode.prefix,
@@ -162,11 +161,6 @@ def _judged(known: Known, calls: Sequence[Call], schedules: Sequence[tuple[Actio
         notes=own.notes,
         joint=joint,
     )
-
-
-def _actions(call: Call) -> tuple[Action, ...]:
-    assert call.variant.plan is not None
-    return call.variant.plan.actions
 
 
 def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Part:
