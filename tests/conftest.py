@@ -4,7 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests build models from configs and fetch nothing
@@ -15,6 +15,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it: one cache a r
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from fxmem import compat
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 
@@ -38,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_profiler_left_behind() -> Iterator[None]:
+    """A session that a test leaves open would change what every later test of the same process measures."""
+    yield
+    left = compat.profiler_is_active()
+    if left:
+        torch.autograd._disable_profiler()
+    assert not left, "the test left a profiler running"
 
 
 @pytest.fixture
