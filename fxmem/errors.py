@@ -42,8 +42,10 @@ class BudgetInfeasible(FxmemError):
 
     `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes);
     `actions`: the schedule that reaches it, if the planner told; `asked`: the budget as the user wrote it; `graph`:
-    which of the captured graphs it is.
+    which of the captured graphs it is; `form`: of several ways to split them, the one that `actions` are of.
     """
+
+    form: Any = None
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class BudgetInfeasible(FxmemError):
     def of(self, asked: object, graph: str) -> BudgetInfeasible:
         """The same, saying what was asked and of which graph."""
         given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where, self.actions)
-        return BudgetInfeasible(*given, asked=asked, graph=graph)
+        error = BudgetInfeasible(*given, asked=asked, graph=graph)
+        error.form = self.form
+        return error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """An error may cross processes; without the schedule, which only planners use."""

@@ -19,6 +19,7 @@ from fxmem.analysis.devices import DeviceSpec, device_spec
 from fxmem.analysis.doctor import offload_folder, why_unusable
 from fxmem.budget import Budget, resolve_budget
 from fxmem.errors import OptionError
+from fxmem.ir.program import Fission
 from fxmem.planners import get_planner
 from fxmem.planners.plan import Plan
 from fxmem.schedule.actions import TIERS, Tier
@@ -40,6 +41,7 @@ class OptionDict(TypedDict, total=False):
     device_spec: str | Path | None
     solve_s: float | None
     plan: Plan | None
+    fission: Literal["auto", "off"] | Sequence[Fission]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Settings:
     `dynamic`: sizes of inputs are symbols (None: those that were seen to change).
     `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
+    `fission`: may ops be split along a dimension, in parts that run one after the other? "auto": where a plan is the
+    cheaper for it; "off": never; or the regions to split (as in `plan.program.fissions`).
     """
 
     budget: Budget = None
@@ -66,6 +70,7 @@ class Settings:
     device_spec: str | Path | None = None
     solve_s: float | None = None
     plan: Plan | None = None
+    fission: Literal["auto", "off"] | Sequence[Fission] = "auto"
 
 
 NAMES = tuple(field.name for field in fields(Settings))
@@ -82,6 +87,7 @@ def settings(budget: Budget = None, **options: Any) -> Settings:
     get_planner(made.planner)
     if made.inner not in get_args(Inner):
         raise OptionError(f"unknown inner {made.inner!r}: choose one of {', '.join(get_args(Inner))}")
+    _check_fission(made.fission)
     if made.solve_s is not None and not made.solve_s > 0:
         raise OptionError(f"solve_s must be a positive number of seconds, not {made.solve_s!r}")
     if made.device_spec is not None:
@@ -106,6 +112,15 @@ def _check_types(made: Settings) -> None:
         value = getattr(made, name)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise OptionError(f"{name} must be {what}, not {reprlib.repr(value)} ({type(value).__name__})")
+
+
+def _check_fission(fission: Any) -> None:
+    if isinstance(fission, str):
+        is_right = fission in ("auto", "off")
+    else:
+        is_right = isinstance(fission, (tuple, list)) and all(isinstance(f, Fission) for f in fission)
+    if not is_right:
+        raise OptionError(f"fission must be 'auto', 'off' or a list of fxmem.ir.program.Fission, not {fission!r}")
 
 
 def _tiers(tiers: Any) -> tuple[Tier, ...]:

@@ -96,7 +96,8 @@ def _op(
     random, collective = is_random(node), is_collective(node)
     state = states.get(state_name(node) or "") if random else None
     once = collective or mutates or not kept.isdisjoint(ids[node]) or not is_pure(node)
-    overwritten = any(last_write.get(s, -1) > position for n in node.all_input_nodes for s in ids[n])
+    touched = (*ids[node], *(s for n in node.all_input_nodes for s in ids[n]))
+    overwritten = any(last_write.get(s, -1) > position for s in touched)
     return Op(
         index=position,
         name=node.name,

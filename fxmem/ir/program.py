@@ -70,6 +70,34 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Fission:
+    """One region of a joint graph that runs in parts.
+
+    `seed`: index of the node whose value, split along `dim`, the region grows from. `offsets`: borders of the parts on
+    that dimension, from 0 to its size. `fuse`: the region's gradients are made in forward, part by part. `min_bytes`:
+    smaller values are not drawn in.
+    """
+
+    seed: int
+    dim: int
+    offsets: tuple[int, ...]
+    fuse: bool = False
+    min_bytes: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.offsets) - 1
+
+    def to_json(self) -> list[Any]:
+        return [self.seed, self.dim, list(self.offsets), self.fuse, self.min_bytes]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Fission:
+        seed, dim, offsets, fuse, min_bytes = data
+        return cls(seed, dim, tuple(offsets), fuse, min_bytes)
+
+
+@dataclass(frozen=True)
 class Program:
     """A training step in captured order, which respects dependencies.
 
@@ -78,7 +106,8 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
-    `released`: forward outputs that nobody holds any more when backward starts.
+    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split;
+    `unsplit`: what it was before, which figures are compared with.
     """
 
     name: str
@@ -91,6 +120,8 @@ class Program:
     extra_resident_bytes: int = 0
     graph: str = ""
     released: tuple[int, ...] = ()
+    fissions: tuple[Fission, ...] = ()
+    unsplit: Program | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         verify_program(self)
@@ -154,6 +185,18 @@ class Program:
         returned = (*held, *self.backward_outputs, *tangents)
         return frozenset(s for index in returned for s in self.ops[index].storages)
 
+    @cached_property
+    def reference(self) -> Program:
+        """What a plan's figures are compared with: this program, before it was split if it was."""
+        if self.unsplit is None:
+            return self
+        released = {self.forward_outputs.index(op) for op in self.released}
+        return replace(
+            self.unsplit,
+            extra_resident_bytes=self.extra_resident_bytes,
+            released=tuple(op for i, op in enumerate(self.unsplit.forward_outputs) if i in released),
+        )
+
     @property
     def is_symbolic(self) -> bool:
         return any(not isinstance(s.nbytes, int) for s in self.storages)
@@ -194,7 +237,7 @@ class Program:
                 for op, s in zip(self.ops, by, strict=True)
             ],
         )
-        return replace(scaled, hints=dict(values))
+        return replace(scaled, hints=dict(values), unsplit=self.unsplit and self.unsplit.at(values))
 
     def scale_storage(self, op: Op, nbytes: list[int]) -> int | None:
         """The largest storage of symbolic size that `op` reads or writes: its costs are taken to grow in proportion.
@@ -231,6 +274,8 @@ class Program:
             "extra_resident_bytes": self.extra_resident_bytes,
             "graph": self.graph,
             "released": list(self.released),
+            **({"fissions": [f.to_json() for f in self.fissions]} if self.fissions else {}),
+            **({"unsplit": self.unsplit.to_json()} if self.unsplit is not None else {}),
         }
 
     @classmethod
@@ -251,6 +296,8 @@ class Program:
             extra_resident_bytes=data.get("extra_resident_bytes", 0),
             graph=data.get("graph", ""),
             released=tuple(data.get("released", ())),
+            fissions=tuple(map(Fission.from_json, data.get("fissions", ()))),
+            unsplit=cls.from_json(data["unsplit"]) if "unsplit" in data else None,
         )
 
     @classmethod

@@ -43,7 +43,8 @@ class Plan:
 
     `budget_bytes`: None for no limit. `peak_bytes`, `baseline_peak_bytes`: predicted peak of one forward and backward
     with and without the plan, everything resident included. `baseline_s`: seconds of the ops of the step with no plan;
-    `extra_s`: seconds the plan adds (recompute and waiting); `lower_bound_s`: no plan under this budget adds less.
+    `extra_s`: seconds the plan adds (recompute, waiting, splitting); `lower_bound_s`: no plan under this budget adds
+    less (of a split program: no plan of this split).
     """
 
     program: Program
@@ -210,7 +211,7 @@ def judge(
             raise VerifyError(
                 f"the schedule of planner {planner} takes {nbytes} bytes of the {tier} tier, more than it has"
             )
-    baseline = simulate(program, baseline_actions(reduce_program(program)))
+    baseline = unplanned(program)
     return Plan(
         program=program,
         actions=actions,
@@ -222,6 +223,12 @@ def judge(
         extra_s=result.seconds - baseline.seconds,
         machine=machine,
     )
+
+
+def unplanned(program: Program) -> SimResult:
+    """The run of the program as it was captured, unsplit, with everything saved."""
+    reference = program.reference
+    return simulate(reference, baseline_actions(reduce_program(reference)))
 
 
 def baseline_actions(problem: Problem) -> tuple[Action, ...]:
@@ -247,14 +254,15 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
     if limit == "min":
         limit = _smallest_budget(problem, planner, options)
     elif isinstance(limit, float):
-        limit = int(limit * simulate(program, baseline_actions(problem)).peak_bytes)
+        limit = int(limit * unplanned(program).peak_bytes)
     try:
         found = _solve(planner, problem, limit, options, wish)
     except BudgetInfeasible as error:
         raise error.of(budget, program.shown) from None
     solve_s = time.perf_counter() - started
     plan = judge(program, found.actions, planner, limit, options.machine)
-    lower_bound_s = max(min(0.0, plan.extra_s), found.lower_bound_s - ROUNDING * plan.baseline_s)
+    bound_s = found.lower_bound_s + problem.baseline_s - plan.baseline_s if program.unsplit else found.lower_bound_s
+    lower_bound_s = max(min(0.0, plan.extra_s), bound_s - ROUNDING * plan.baseline_s)
     return replace(plan, lower_bound_s=lower_bound_s, notes=found.notes, solve_s=solve_s)
 
 

@@ -45,6 +45,18 @@ def verify_plan_data(data: Any) -> None:
     """Raise ValueError, naming the place, unless `data` has the form of `Plan.to_json`."""
     _mapping(_PLAN)(data, "plan")
     program = data["program"]
+    _verify_program(program)
+    if "unsplit" in program:
+        _mapping(_PROGRAM)(program["unsplit"], "unsplit")
+        _needs("unsplit" not in program["unsplit"], "unsplit", program["unsplit"], "a program that was not split")
+        _verify_program(program["unsplit"])
+    _list_of(_fission)(program.get("fissions", []), "fissions")
+    for number, action in enumerate(data["actions"]):
+        _verify_action(action, f"action {number}", len(program["ops"]), len(program["sizes"]))
+    _needs(data["actions"].count(["StartBackward"]) == 1, "actions", data["actions"], "a schedule with one boundary")
+
+
+def _verify_program(program: Any) -> None:
     num_ops, num_storages = len(program["ops"]), len(program["sizes"])
     for key, count in (("fw_outputs", num_ops), ("bw_outputs", num_ops), ("static", num_ops)):
         _list_of(_index(count))(program[key], key)
@@ -52,9 +64,6 @@ def verify_plan_data(data: Any) -> None:
         for key, count in (("args", number), ("storages", num_storages), ("mutates", num_storages)):
             _list_of(_index(count))(op[key], f"{key} of op {number}")
     _needs(len(program["devices"]) == num_storages, "devices", program["devices"], f"a list of {num_storages}")
-    for number, action in enumerate(data["actions"]):
-        _verify_action(action, f"action {number}", num_ops, num_storages)
-    _needs(data["actions"].count(["StartBackward"]) == 1, "actions", data["actions"], "a schedule with one boundary")
 
 
 def verify_sizes(nbytes: Sequence[int]) -> None:
@@ -97,6 +106,16 @@ def _link(value: Any, where: str) -> None:
     for number in value:
         _seconds(number, where)
     _needs(min(value[:2]) > 0, where, value[:2], "positive bandwidths")
+
+
+def _fission(value: Any, where: str) -> None:
+    _needs(isinstance(value, list) and len(value) == 5, where, value, "[seed, dim, offsets, fuse, min_bytes]")
+    seed, dim, offsets, fuse, min_bytes = value
+    for number in (seed, dim, min_bytes):
+        _nat(number, where)
+    _list_of(_nat)(offsets, f"{where}: offsets")
+    _needs(len(offsets) > 1 and offsets[0] == 0 and sorted(set(offsets)) == offsets, where, offsets, "borders of parts")
+    _flag(fuse, where)
 
 
 def _index(count: int) -> Check:

@@ -19,8 +19,9 @@ from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan
+from fxmem.step.forms import plan_graph
 from fxmem.step.graph import gradients_of, inputs_of, outputs_of
-from fxmem.step.graph_plan import annotated_program, plan_graph, plan_joined
+from fxmem.step.graph_plan import annotated_program, plan_joined
 from fxmem.step.joined import Beside, Made, Part, join, with_numbers
 
 Look = tuple[Any, ...]
@@ -53,10 +54,11 @@ def _parts(joints: Sequence[JointGraph], programs: Sequence[Program]) -> list[Pa
     parts = []
     for call, (joint, program) in enumerate(zip(joints, programs, strict=True)):
         parts.append(Part(program, _origins(joint, program, made), gradients_of(joint, program)))
-        for op in outputs_of(joint).values():
+        for number in outputs_of(joint).values():
+            op = program.forward_outputs[number]
             look = _look(joint.nodes[op])
             if look is not None and program.ops[op].storages:
-                made.setdefault(look, Made(call, op))
+                made.setdefault(look, Made(call, number))
     return parts
 
 

@@ -29,11 +29,11 @@ from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
+from fxmem.step.fission import cheapest
 from fxmem.step.graph import Graph, Variant, storages_of
-from fxmem.step.graph_plan import plan_joined, plan_program
 from fxmem.step.held_tensors import reachable_tensors, storages
-from fxmem.step.joined import Joined, Segment
-from fxmem.step.known import Known, learn, unplanned_bytes
+from fxmem.step.joined import Segment
+from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import why_no_graph
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
@@ -382,15 +382,17 @@ class Step:
     def _plan(self, known: Known) -> None:
         """Plan all calls of a kind of step together. Raises BudgetInfeasible."""
         graphs = [graph for ref in known.graphs if (graph := ref()) is not None]
-        joined = None if known.is_plain else known.joined()
+        budget = self._limit_or_asked
+
+        def solve(fissions: StepFissions, share: float) -> Plan:
+            return known.planned(fissions, self.settings, budget, share)
+
         try:
-            if joined is None:
-                known.plan = plan_program(known.program(0), graphs[0].captured[0], self.settings, self._limit_or_asked)
-            else:
-                known.plan = plan_joined(joined, [g.captured[0] for g in graphs], self.settings, self._limit_or_asked)
+            known.fissions, known.plan = cheapest(known.choices, known.whole, solve, budget)
         except BudgetInfeasible as error:
-            known.plan = self._least_of(known, joined, error)
+            known.plan = self._least_of(known, error)
         known.needs_plan = False
+        joined = None if known.is_plain else known.joined()
         schedules = [known.plan.actions] if joined is None else joined.split(known.plan.actions)
         plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
         before = known.variants
@@ -400,16 +402,15 @@ class Step:
             if id(variant.code) not in in_use:
                 graph.forget(variant)
 
-    def _least_of(self, known: Known, joined: Joined | None, error: BudgetInfeasible) -> Plan:
+    def _least_of(self, known: Known, error: BudgetInfeasible) -> Plan:
         """What stood beside the graphs was measured under another plan: the least one may leave less there (what a
         backward retains, say), so it is tried once. Raises `error` the second time."""
         if known.is_least or not error.actions or known.is_plain:
             where = f" for a step of {len(known.parts)} graph calls{known.unplanned_code}"
             known.failure = BudgetInfeasible(error.budget_bytes, error.min_bytes, error.at_peak, where, error.actions)
             raise known.failure from error
-        known.is_least = True
-        program = known.program(0) if joined is None else joined.program
-        plan = judge(program, error.actions, known.plan.planner, None, known.plan.machine)
+        known.is_least, known.fissions = True, error.form
+        plan = judge(known.whole(error.form), error.actions, known.plan.planner, None, known.plan.machine)
         return replace(plan, budget_bytes=error.budget_bytes)
 
     @property
@@ -420,12 +421,13 @@ class Step:
     def _suitable(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
         """For a call in a step of no known kind: the fastest variant that fits beside what stands, or a new one."""
         limit = self._limit_or_asked
-        program = graph.captured[1].at(values)
+        program = graph.captured.program.at(values)
         if self.settings.plan is None and limit is not None:
             beside = self._beside_bytes(graph, program, arguments) + self._guess_bytes(graph, program)
             program = replace(program, extra_resident_bytes=beside)
         for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
-            if variant.plan is not None and self._suits(variant.plan, program, limit):
+            plan = variant.plan
+            if plan and self._suits(plan, graph.forms.program(plan.program.fissions, program), limit):
                 return variant
         if self._episode is not None:
             self._episode.has_compiled = True
@@ -446,13 +448,13 @@ class Step:
 
     def _first_plan(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Plan:
         """A plan for a graph in a step of no known kind: for what stands now, and a guess at what may follow."""
-        joint, program = graph.captured
-        program = program.at(values)
+        program = graph.captured.program.at(values)
         if self.settings.plan is not None:
-            return self.settings.plan.for_graph(joint, program)
+            form = graph.forms.form(self.settings.plan.program.fissions)
+            return self.settings.plan.for_graph(form.joint, form.program.at(values))
         limit = self._limit_or_asked
         if limit is None:
-            return plan_program(program, joint, self.settings, None)
+            return graph.forms.plan(program, None)
         beside = self._beside_bytes(graph, program, arguments)
         if graph.break_reason is not None:
             limit = "min"  # more graphs follow, and nobody knows yet what they need
@@ -460,7 +462,7 @@ class Step:
         for more in dict.fromkeys((guess, 0)):
             program = replace(program, extra_resident_bytes=beside + more)
             try:
-                plan = plan_program(program, joint, self.settings, limit)
+                plan = graph.forms.plan(program, limit)
             except BudgetInfeasible as error:
                 refusal = error
             else:
@@ -475,8 +477,10 @@ class Step:
         if not error.actions or self._episode is None or not self._episode.open_calls:
             raise error
         _LOGGER.warning("this step calls more graphs before its backward than any before: it may exceed its budget")
-        plan = judge(program, error.actions, self.settings.planner, None, Machine())
-        return replace(plan, budget_bytes=error.budget_bytes, joint=graph.joint)
+        form = error.form or ()
+        split = graph.forms.program(form, program)
+        plan = judge(split, error.actions, self.settings.planner, None, Machine())
+        return replace(plan, budget_bytes=error.budget_bytes, joint=graph.forms.form(form).joint)
 
     def _guess_bytes(self, graph: Graph, program: Program) -> int:
         """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""

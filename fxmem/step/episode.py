@@ -59,8 +59,8 @@ class Call:
         found = self.origins[position]
         if not isinstance(found, Output):
             return found  # type: ignore[no-any-return]
-        op = calls[found.call].graph.outputs.get(found.position) if found.call in renumbered else None
-        return None if op is None else Made(renumbered[found.call], op)
+        number = calls[found.call].graph.outputs.get(found.position) if found.call in renumbered else None
+        return None if number is None else Made(renumbered[found.call], number)
 
     def drop(self) -> None:
         """No backward can come any more."""

@@ -23,7 +23,8 @@ from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers
 from fxmem.planners.plan import Plan
 from fxmem.schedule import StartBackward
-from fxmem.step.graph_plan import annotated_program
+from fxmem.step.candidates import split_graph
+from fxmem.step.forms import Form, Forms
 from fxmem.step.lower import backend, split
 from fxmem.step.measurement import paused
 
@@ -60,21 +61,24 @@ class Graph:
         self.module, self.settings = module, settings
         self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.break_reason = compat.graph_break(module)
-        self.joint: JointGraph | None = None
-        self.program: Program | None = None
+        self._forms: Forms | None = None
         self.variants: list[Variant] = []
         self._transfers: Transfers | None = None
 
     @property
-    def captured(self) -> tuple[JointGraph, Program]:
-        """The joint graph and its program, of a graph that has a backward."""
-        assert self.joint is not None
-        assert self.program is not None
-        return self.joint, self.program
+    def forms(self) -> Forms:
+        """Of a graph that has a backward."""
+        assert self._forms is not None
+        return self._forms
+
+    @property
+    def captured(self) -> Form:
+        """As it was captured, of a graph that has a backward."""
+        return self.forms.unsplit
 
     @property
     def has_backward(self) -> bool:
-        return self.program is not None
+        return self._forms is not None
 
     def compile(self, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
         """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch.
@@ -86,6 +90,7 @@ class Graph:
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
             self._see(joint)
             plan = choose(self)
+            joint = split_graph(joint, plan.program.fissions)
             plan = replace(plan, joint=joint, program=named_as(plan.program, joint))
             chosen.append(plan)
             return self._lowered(joint, plan)
@@ -109,10 +114,11 @@ class Graph:
             variant.transfers.retire()
 
     def _see(self, joint: JointGraph) -> None:
-        self.joint = joint
-        if self.program is None:
+        if self._forms is not None:
+            self._forms.see(joint)
+        else:
             is_free = not compat.profiler_is_active()  # somebody's profiler would end with ours
-            self.program = annotated_program(joint, self.settings, may_run=is_free)
+            self._forms = Forms(joint, self.settings, may_run=is_free)
 
     def _lowered(self, joint: JointGraph, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
         transfers = self._transfers = open_transfers(plan.program, plan.actions, self.settings.offload_dir)
@@ -125,30 +131,34 @@ class Graph:
         """The code that runs `plan`, compiled unless there is some that runs the same actions."""
         for variant in self.variants:
             known = variant.plan
-            if known is not None and known.actions == plan.actions and known.program.released == plan.program.released:
+            if known is not None and known.actions == plan.actions and _is_same_code(known.program, plan.program):
                 return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
         """What a call's arguments give to the size symbols."""
-        if self.program is None or not self.program.is_symbolic:
+        if not self.has_backward or not self.captured.program.is_symbolic:
             return {}
         return compat.symbol_values(self.fake_inputs, args)
 
     @cached_property
     def inputs(self) -> list[tuple[int, int]]:
         """See `inputs_of`."""
-        return inputs_of(self.captured[0])
+        return inputs_of(self.captured.joint)
 
     @cached_property
     def outputs(self) -> dict[int, int]:
         """See `outputs_of`."""
-        return outputs_of(self.captured[0])
+        return outputs_of(self.captured.joint)
 
     @cached_property
     def gradients(self) -> dict[int, int]:
         """See `gradients_of`."""
-        return gradients_of(*self.captured)
+        return gradients_of(self.captured.joint, self.captured.program)
+
+
+def _is_same_code(one: Program, other: Program) -> bool:
+    return (one.released, one.fissions) == (other.released, other.fissions)
 
 
 def inputs_of(joint: JointGraph) -> list[tuple[int, int]]:
@@ -162,16 +172,21 @@ def inputs_of(joint: JointGraph) -> list[tuple[int, int]]:
 
 
 def outputs_of(joint: JointGraph) -> dict[int, int]:
-    """Position among what a call returns -> op, of the outputs that the graph makes."""
-    index = {node: i for i, node in enumerate(joint.nodes)}
+    """Position among what a call returns -> number of the program's forward output, of those that the graph makes."""
+    index = _numbered(joint.outputs[: joint.num_forward_outputs])
     descs = joint.graph_module.graph.output_node().meta.get("desc") or ()
     pairs = zip(joint.outputs[: joint.num_forward_outputs], descs, strict=False)
     return {d.idx: index[r] for r, d in pairs if isinstance(r, fx.Node) and isinstance(d, compat.PlainAOTOutput)}
 
 
+def _numbered(results: Sequence[Any]) -> dict[fx.Node, int]:
+    """Node -> its number among a program's forward or backward outputs."""
+    return {node: i for i, node in enumerate(dict.fromkeys(r for r in results if isinstance(r, fx.Node)))}
+
+
 def gradients_of(joint: JointGraph, program: Program) -> dict[int, int]:
-    """Op that backward returns -> storage of the input that it is the gradient of."""
-    index = {node: i for i, node in enumerate(joint.nodes)}
+    """Number of the program's backward output -> storage of the input that it is the gradient of."""
+    index = _numbered(joint.outputs[joint.num_forward_outputs :])
     pairs = zip(inputs_of(joint), joint.outputs[joint.num_forward_outputs :], strict=False)
     known = ((program.ops[i].storages, g) for (i, _), g in pairs)
     return {index[g]: storages[0] for storages, g in known if isinstance(g, fx.Node) and storages}

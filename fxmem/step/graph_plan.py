@@ -20,6 +20,8 @@ from fxmem.options import Settings
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.planners import Options
 from fxmem.planners.plan import STAYS, Plan, make_plan
+from fxmem.planners.problem import reduce_program
+from fxmem.planners.recompute.search import default_limit_s
 from fxmem.schedule import Machine
 from fxmem.step.joined import Joined
 from fxmem.step.ranks import made_once
@@ -38,42 +40,28 @@ def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> P
     return made_once(key, functools.partial(cost.find_costs, program, joint.graph_module)).apply(program)
 
 
-def plan_graph(
-    joint: JointGraph,
-    settings: Settings,
-    budget: Budget,
-    resident_bytes: Callable[[Program], int],
-    sizes: Mapping[str, int] | None = None,
-    may_run: bool = True,
-) -> Plan:
-    """Plan one captured graph. Raises BudgetInfeasible, PlanMismatch.
+def plan_form(program: Program, joint: JointGraph, settings: Settings, budget: Budget, share: float = 1.0) -> Plan:
+    """Plan `program`, the graph `joint` with its costs and what stands beside it, with a `share` of the usual work.
 
-    `resident_bytes(program)`: bytes beside it. `sizes`: values of the size symbols to plan for (default: those seen).
-    `may_run`: single ops may be measured.
+    Raises BudgetInfeasible.
     """
-    program = annotated_program(joint, settings, may_run).at(sizes or {})
-    if settings.plan is not None:
-        return settings.plan.for_graph(joint, program)
-    return plan_program(replace(program, extra_resident_bytes=resident_bytes(program)), joint, settings, budget)
-
-
-def plan_program(program: Program, joint: JointGraph, settings: Settings, budget: Budget) -> Plan:
-    """Plan `program`, the graph `joint` with its costs and what stands beside it. Raises BudgetInfeasible."""
-    options = planner_options(program, settings)
+    options = planner_options(program, settings, share)
     stays = why_not_offloadable(joint, program, min_bytes=1) if options.tiers else {}
     options = replace(options, pinned=frozenset(stays))
     plan = make_plan(program, budget, settings.planner, options)
     return replace(plan, joint=joint, notes={**plan.notes, **({STAYS: _by_json_key(stays)} if stays else {})})
 
 
-def plan_joined(joined: Joined, joints: Sequence[JointGraph], settings: Settings, budget: Budget) -> Plan:
+def plan_joined(
+    joined: Joined, joints: Sequence[JointGraph], settings: Settings, budget: Budget, share: float = 1.0
+) -> Plan:
     """Plan the graphs of a step together. Raises BudgetInfeasible.
 
     With several calls nothing is offloaded: a graph can't give up or take back bytes while another one runs.
     """
     if settings.tiers and len(joints) > 1:
-        return make_plan(joined.program, budget, "auto", planner_options(joined.program, replace(settings, tiers=())))
-    options = planner_options(joined.program, settings)
+        settings = replace(settings, tiers=(), planner="auto")
+    options = planner_options(joined.program, settings, share)
     if options.tiers:
         stays = why_not_offloadable(joints[0], joined.parts[0].program, min_bytes=1)
         free = {s for s, (_, own) in joined.storage_of.items() if own not in stays}
@@ -86,11 +74,17 @@ def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:
     return {str(storage): reason for storage, reason in stays.items()}
 
 
-def planner_options(program: Program, settings: Settings) -> Options:
-    """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress."""
+def planner_options(program: Program, settings: Settings, share: float = 1.0) -> Options:
+    """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress.
+
+    `share` of the usual work: of what the user allowed, or of what `auto` takes by itself.
+    """
     with compat.no_modes():  # bandwidths are measured on real memory, also while Dynamo's fake tensors are in force
         links = machine(settings.tiers, settings.offload_dir, settings.device_spec) if settings.tiers else Machine()
-    return Options(solve_s=settings.solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+    solve_s = settings.solve_s
+    if share < 1.0:
+        solve_s = share * (default_limit_s(reduce_program(program)) if solve_s is None else solve_s)
+    return Options(solve_s=solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
 
 
 def _progress(name: str) -> Callable[[float, str], None]:

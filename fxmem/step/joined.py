@@ -21,10 +21,10 @@ Segment = tuple[Region, int]
 
 @dataclass(frozen=True)
 class Made:
-    """A value that another call of the step returned: forward output `op` of call number `call`."""
+    """A value that another call of the step returned: number `output` of its program's forward outputs."""
 
     call: int
-    op: int
+    output: int
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Part:
     """One call of a graph. Sizes of `program` are numbers.
 
     `origins`: storage of a forward input -> `Made`, or a key that names what stood before the step began (a parameter
-    has the same key in every call); left out: made between the calls. `gradients`: op that backward returns -> storage
-    of the input that it is the gradient of. `dropped`: forward outputs that nobody holds any more when backward starts.
+    has the same key in every call); left out: made between the calls. `gradients`: number of a backward output ->
+    storage of the input that it is the gradient of. `dropped`: numbers of the forward outputs that nobody holds any
+    more when backward starts. All of it is the same however the graph was split.
     """
 
     program: Program
@@ -115,7 +116,7 @@ def join(parts: Sequence[Part], backward_order: Sequence[int], beside: Beside | 
     """One program of `parts`, whose backwards run in `backward_order` (those left out never do: they come last)."""
     order = [*dict.fromkeys(backward_order)]
     order += [call for call in reversed(range(len(parts))) if call not in order]
-    joiner = _Joiner(parts, beside or Beside(), len(order))
+    joiner = _Joiner(parts, beside or Beside(), order)
     joiner.add_held()
     for call in range(len(parts)):
         joiner.add_forward(call)
@@ -127,8 +128,8 @@ def join(parts: Sequence[Part], backward_order: Sequence[int], beside: Beside | 
 class _Joiner:
     """The joined program under construction."""
 
-    def __init__(self, parts: Sequence[Part], beside: Beside, num_backwards: int) -> None:
-        self.parts, self.beside = parts, beside
+    def __init__(self, parts: Sequence[Part], beside: Beside, order: Sequence[int]) -> None:
+        self.parts, self.beside, self.order = parts, beside, order
         self.ops: list[Op] = []
         self.sizes: list[Storage] = []
         self.where: list[tuple[int, int] | None] = []
@@ -208,15 +209,14 @@ class _Joiner:
                 self._add(call, op)
         outputs = [self.op_at[call, index] for index in part.program.forward_outputs]
         self._close(("forward", call), outputs)
-        kept = [self.op_at[call, i] for i in part.program.forward_outputs if i not in part.dropped]
-        self.forward_outputs += kept
+        self.forward_outputs += [op for number, op in enumerate(outputs) if number not in part.dropped]
 
     def _add_given(self, call: int, op: Op) -> None:
         """An input that the step made: by another call, or between calls."""
         for storage in op.storages:
             origin = self.parts[call].origins.get(storage)
             if isinstance(origin, Made):
-                source = self.op_at[origin.call, origin.op]
+                source = self.op_at[origin.call, self.parts[origin.call].program.forward_outputs[origin.output]]
                 self.op_at[call, op.index] = source
                 self.storage_at[call, storage] = self.ops[source].storages[0]
                 self._never_again(self.ops[source].storages[0])
@@ -264,9 +264,7 @@ class _Joiner:
                 self._add(call, op)
         returned = [self.op_at[call, index] for index in part.program.backward_outputs]
         self._close(segment, [*tangents, *returned])
-        self.backward_outputs += [
-            self.op_at[call, index] for index in part.program.backward_outputs if self._stays(call, index)
-        ]
+        self.backward_outputs += [op for number, op in enumerate(returned) if self._stays(call, number)]
 
     def _stays(self, call: int, gradient: int) -> bool:
         """Is this the first gradient of something that stood before the step? Later ones are added to it."""
@@ -291,9 +289,17 @@ class _Joiner:
             backward_outputs=tuple(dict.fromkeys(self.backward_outputs)),
             static=tuple(sorted(static)),
             extra_resident_bytes=self.beside.throughout,
+            unsplit=self._unsplit(),
         )
         owners = {joined: at for at, joined in self.storage_at.items() if self._owns(at)}
         return Joined(self.parts, program, tuple(self.where), owners, self.first, self.last)
+
+    def _unsplit(self) -> Program | None:
+        """The step as it was before any of its graphs was split."""
+        if all(part.program.unsplit is None for part in self.parts):
+            return None
+        parts = [replace(part, program=part.program.unsplit or part.program) for part in self.parts]
+        return join(parts, self.order, self.beside).program
 
     def _owns(self, at: tuple[int, int]) -> bool:
         """Does the call make this storage?"""
@@ -308,4 +314,5 @@ def with_numbers(program: Program, values: Mapping[str, int]) -> Program:
         return program
     at = program.at({**program.hints, **values})
     sizes = zip(at.storages, at.nbytes(), strict=True)
-    return replace(at, storages=tuple(replace(s, nbytes=n) for s, n in sizes), hints={})
+    unsplit = at.unsplit and with_numbers(at.unsplit, values)
+    return replace(at, storages=tuple(replace(s, nbytes=n) for s, n in sizes), hints={}, unsplit=unsplit)

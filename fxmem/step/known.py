@@ -6,13 +6,19 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxmem.budget import Budget
 from fxmem.ir.program import Program
-from fxmem.planners.plan import Plan, baseline_actions, judge
-from fxmem.planners.problem import reduce_program
+from fxmem.options import Settings
+from fxmem.planners.plan import Plan, judge, unplanned
 from fxmem.schedule import Action, Compute, SimResult, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
+from fxmem.step.forms import Fissions, Forms
 from fxmem.step.graph import Graph, Variant
+from fxmem.step.graph_plan import plan_form, plan_joined
 from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
+
+StepFissions = tuple[Fissions, ...]
+"""How the graph of each call is split."""
 
 _COMPILING_BYTES = 4096
 """So much may a step that compiles something leave over: constants, numbers as tensors."""
@@ -22,7 +28,7 @@ _COMPILING_BYTES = 4096
 class Known:
     """One kind of step. `parts`, `order`: its calls and their backwards; `beside`: what was measured around them.
 
-    `variants`: what each call runs. `plan`: of the whole step. `gradient_bytes`: how many existed when it was measured.
+    `variants`: what each call runs; `fissions`: how its graph is split there. `plan`: of the whole step.
     """
 
     prefix: tuple[Key, ...]
@@ -32,6 +38,7 @@ class Known:
     order: tuple[int, ...]
     beside: Beside
     variants: list[Variant]
+    fissions: StepFissions
     plan: Plan
     unplanned_bytes: int
     margin_bytes: int = 0
@@ -52,23 +59,51 @@ class Known:
         """One call, and nothing that comes and goes beside it: its own program says all."""
         return len(self.parts) == 1 and not self.beside.during and not self.beside.before and not self.parts[0].dropped
 
-    def joined(self) -> Joined:
+    @property
+    def forms(self) -> list[Forms]:
+        """Of the graph of each call."""
+        return [graph.forms for ref in self.graphs if (graph := ref()) is not None]
+
+    @property
+    def choices(self) -> list[StepFissions]:
+        """How its graphs may be split: none, or one of them."""
+        own = self.forms
+        found = [tuple(forms.choices[0] for forms in own)]
+        for split in dict.fromkeys(own):
+            found += [tuple(c if f is split else f.choices[0] for f in own) for c in split.choices[1:]]
+        return found
+
+    def joined(self, fissions: StepFissions | None = None) -> Joined:
         """The step as one program, with what was measured beside it and the margin of its retries."""
         beside = replace(self.beside, throughout=self.beside.throughout + self.margin_bytes)
-        return join(self.parts, self.order, beside)
+        chosen = zip(self.parts, self.forms, self.values, fissions or self.fissions, strict=True)
+        parts = [replace(part, program=with_numbers(f.form(own).program, values)) for part, f, values, own in chosen]
+        return join(parts, self.order, beside)
 
-    def program(self, position: int) -> Program:
+    def program(self, position: int, fissions: Fissions | None = None) -> Program:
         """The program of one call with what stands throughout; its sizes stay symbols."""
-        graph = self.graphs[position]()
-        assert graph is not None
+        form = self.forms[position].form(self.fissions[position] if fissions is None else fissions)
         beside = self.beside.throughout + self.margin_bytes
-        return replace(graph.captured[1].at(self.values[position]), extra_resident_bytes=beside)
+        return replace(form.program.at(self.values[position]), extra_resident_bytes=beside)
+
+    def whole(self, fissions: StepFissions) -> Program:
+        """The step as one program, its graphs split so."""
+        return self.program(0, fissions[0]) if self.is_plain else self.joined(fissions).program
+
+    def planned(self, fissions: StepFissions, settings: Settings, budget: Budget, share: float = 1.0) -> Plan:
+        """A plan of all its calls, their graphs split so. Raises BudgetInfeasible."""
+        joints = [forms.form(own).joint for forms, own in zip(self.forms, fissions, strict=True)]
+        if self.is_plain:
+            return plan_form(self.program(0, fissions[0]), joints[0], settings, budget, share)
+        return plan_joined(self.joined(fissions), joints, settings, budget, share)
 
     def plan_of(self, position: int, actions: tuple[Action, ...]) -> Plan:
         """The plan of one call, out of the plan of the step: its peak is the step's."""
         if self.is_plain:
             return self.plan
-        program = replace(self.program(position), released=tuple(sorted(self.parts[position].dropped)))
+        program = self.program(position)
+        released = (program.forward_outputs[number] for number in sorted(self.parts[position].dropped))
+        program = replace(program, released=tuple(released))
         alone = simulate(program, actions, self.plan.machine).peak_bytes
         beside = program.extra_resident_bytes + max(0, self.plan.peak_bytes - alone)
         whole = replace(program, extra_resident_bytes=beside)
@@ -79,7 +114,9 @@ class Known:
         """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""
         own = with_numbers(self.program(0), self.values[0])
         more = self.plan.peak_bytes - simulate(own, self.plan_actions, self.plan.machine).peak_bytes
-        sizes = [sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own, program)]
+        sizes = [
+            sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own.reference, program)
+        ]
         return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
 
     @property
@@ -133,6 +170,7 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
         order=order,
         beside=beside,
         variants=[call.variant for call in calls],
+        fissions=tuple(plan.program.fissions for plan in episode.plans),
         plan=own,
         unplanned_bytes=0,
     )
@@ -164,8 +202,9 @@ def _judged(known: Known, calls: Sequence[Call], schedules: Sequence[tuple[Actio
 
 
 def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Part:
-    joint, captured = call.graph.captured
-    program = with_numbers(captured, call.values)
+    assert call.variant.plan is not None
+    joint = call.graph.captured.joint
+    program = with_numbers(call.graph.forms.form(call.variant.plan.program.fissions).program, call.values)
     origins: dict[int, Made | Key] = {}
     for index, position in call.graph.inputs:
         origin = call.origin(position, renumbered, calls)
@@ -205,6 +244,12 @@ def _beside(
     return Beside(throughout, during, before)
 
 
+def _made_bytes(program: Program) -> int:
+    """Bytes of all that a program makes."""
+    nbytes, resident = program.nbytes(), set(program.resident)
+    return sum(n for s, n in enumerate(nbytes) if s not in resident)
+
+
 def unplanned_bytes(program: Program) -> int:
     """The peak of `program` with everything saved."""
-    return simulate(program, baseline_actions(reduce_program(program))).peak_bytes
+    return unplanned(program).peak_bytes

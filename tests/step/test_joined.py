@@ -18,7 +18,7 @@ from fxmem.testing import programs, schedules
 def part_of(program: Program, key: object = "held") -> Part:
     """A call all of whose inputs stood before, and each of whose gradients is one of an input of its own."""
     assume(len(program.resident) >= len(program.backward_outputs))
-    gradients = dict(zip(program.backward_outputs, program.resident, strict=False))
+    gradients = dict(zip(range(len(program.backward_outputs)), program.resident, strict=False))
     program = replace(program, extra_resident_bytes=0)  # what stands beside calls is said of all of them together
     return Part(program, {s: (key, s) for s in program.resident}, gradients)
 
@@ -70,8 +70,8 @@ def test_a_value_that_another_call_takes_is_one_storage_and_made_once() -> None:
         (1,), (3,),
     )  # fmt: skip
     parts = [
-        Part(first, {0: "x"}, {3: 0}, frozenset({1})),
-        Part(second, {0: Made(0, 1)}, {3: 0}),
+        Part(first, {0: "x"}, {0: 0}, frozenset({0})),
+        Part(second, {0: Made(0, 0)}, {0: 0}),
     ]
     joined = join(parts, [1, 0])
     assert sum(storage.nbytes == 100 for storage in joined.program.storages) == 3  # value, gradient, tangent

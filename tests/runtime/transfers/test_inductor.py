@@ -103,7 +103,13 @@ def check(module: nn.Module, args: Sequence[Any], folder: Path, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_models_of_the_zoo(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(*zoo.build(name), tmp_path, monkeypatch)
+    module, args = zoo.build(name)
+    if name == "resnet50":  # one block of each stage has every op; the others cost minutes of compilation
+        for stage in module.model.resnet.encoder.stages:
+            stage.layers = stage.layers[:1]
+    # In double precision: batch norm over two values makes of inductor's other order of sums other gradients in single.
+    args = [x.double() if x.is_floating_point() else x for x in args]
+    check(module.double(), args, tmp_path, monkeypatch)
 
 
 CASES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {

@@ -1,0 +1,96 @@
+"""The forms of a captured graph: as it was captured, and split along regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxmem import compat
+from fxmem.budget import Budget
+from fxmem.capture import JointGraph
+from fxmem.ir.program import Fission, Program
+from fxmem.options import Settings
+from fxmem.planners.plan import Plan
+from fxmem.step.candidates import candidates, split_graph
+from fxmem.step.fission import cheapest
+from fxmem.step.graph_plan import annotated_program, plan_form
+
+Fissions = tuple[Fission, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A graph in one form, and its program with costs."""
+
+    joint: JointGraph
+    program: Program
+
+
+class Forms:
+    """Made when they are asked for. `may_run`: single ops may be measured."""
+
+    def __init__(self, joint: JointGraph, settings: Settings, may_run: bool) -> None:
+        self.settings, self.may_run = settings, may_run
+        self._made: dict[Fissions, Form] = {(): Form(joint, annotated_program(joint, settings, may_run))}
+
+    @property
+    def unsplit(self) -> Form:
+        return self._made[()]
+
+    def see(self, joint: JointGraph) -> None:
+        """The same graph was captured again."""
+        self._made[()] = replace(self.unsplit, joint=joint)
+
+    def form(self, fissions: Fissions) -> Form:
+        """The graph split so. Raises VerifyError where it can't be."""
+        if fissions not in self._made:
+            joint = split_graph(self.unsplit.joint, fissions)
+            program = annotated_program(joint, self.settings, self.may_run and not compat.profiler_is_active())
+            self._made[fissions] = Form(joint, replace(program, fissions=fissions, unsplit=self.unsplit.program))
+        return self._made[fissions]
+
+    def program(self, fissions: Fissions, like: Program) -> Program:
+        """The program of a form at the sizes of `like`, beside the same bytes, and with the same outputs released."""
+        form = self.form(fissions).program.at(like.hints)
+        released = {like.forward_outputs.index(op) for op in like.released}
+        return replace(
+            form,
+            extra_resident_bytes=like.extra_resident_bytes,
+            released=tuple(op for number, op in enumerate(form.forward_outputs) if number in released),
+        )
+
+    @cached_property
+    def choices(self) -> list[Fissions]:
+        """What may be tried, the unsplit graph first; only what was asked for, if the user did."""
+        asked = self.settings.fission
+        if not isinstance(asked, str):
+            return [tuple(asked)]
+        is_open = asked == "auto" and self.settings.planner == "auto" and self.settings.inner == "eager"
+        return [(), *(candidates(self.unsplit.joint, self.unsplit.program) if is_open else ())]
+
+    def plan(self, program: Program, budget: Budget) -> Plan:
+        """Plan the graph, `program` being the unsplit one with what stands beside it. Raises BudgetInfeasible."""
+
+        def program_of(fissions: Fissions) -> Program:
+            return self.program(fissions, program)
+
+        def solve(fissions: Fissions, share: float) -> Plan:
+            return plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share)
+
+        return cheapest(self.choices, program_of, solve, budget)[1]
+
+
+def plan_graph(
+    joint: JointGraph, settings: Settings, budget: Budget, resident_bytes: Callable[[Program], int], may_run: bool
+) -> Plan:
+    """Plan one captured graph. Raises BudgetInfeasible, PlanMismatch.
+
+    `resident_bytes(program)`: bytes beside it. `may_run`: single ops may be measured.
+    """
+    forms = Forms(joint, settings, may_run)
+    if settings.plan is not None:
+        form = forms.form(settings.plan.program.fissions)
+        return settings.plan.for_graph(form.joint, form.program)
+    program = forms.unsplit.program
+    return forms.plan(replace(program, extra_resident_bytes=resident_bytes(program)), budget)
