@@ -1,6 +1,7 @@
 """Settings and fixtures that every test shares."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_profiler_left_behind() -> Iterator[None]:
     """A session that a test leaves open would change what every later test of the same process measures."""
     yield
+    if compat.profiler_is_active():
+        gc.collect()  # a step ends with its outputs
     left = compat.profiler_is_active()
     if left:
         torch.autograd._disable_profiler()

@@ -157,6 +157,8 @@ class Step:
                 self._open_episode()
             with unwrapped_errors():
                 result = compiled(*args, **kwargs)
+            if self._num_runs == before and self.settings.budget is not None:
+                self._refuse_unplanned(result, args, kwargs)
         except BaseException:
             if self._episode is not None:
                 self._episode.abandon()  # the backward that would end it may never come, though its roots live on
@@ -164,8 +166,6 @@ class Step:
             raise
         finally:
             self._arguments = None
-        if self._num_runs == before and self.settings.budget is not None:
-            self._refuse_unplanned(result, args, kwargs)
         return result
 
     def run(self, graph: Graph, args: Sequence[Any]) -> Any:
