@@ -26,6 +26,7 @@ from fxmem.analysis.split_families import (
     views,
 )
 from fxmem.analysis.split_families.call import Call, Output, Rule, Way, open_dims, tensor_args
+from fxmem.analysis.split_families.combinators import broadcasting
 from fxmem.capture.effects import is_collective, is_random
 
 __all__ = ["RULES", "Output", "Way", "part_call", "rule_of", "tensor_args", "ways"]
@@ -48,7 +49,7 @@ def rule_of(target: Any) -> Rule | None:
     if not isinstance(target, compat.OpOverload):
         return None
     rule = RULES.get(target) or RULES.get(target.overloadpacket)
-    return elementwise.broadcasting if rule is None and elementwise.is_pointwise(target) else rule
+    return broadcasting if rule is None and elementwise.is_pointwise(target) else rule
 
 
 def ways(node: fx.Node) -> tuple[Way, ...]:

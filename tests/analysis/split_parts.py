@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ def check_way(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], whole: Any
     lengths += [t.shape[d] for t, d in zip(results, way.outputs, strict=True) if isinstance(d, int)]
     assert lengths, f"{way} of {node.format_node()} splits nothing"
     offsets = _offsets(math.gcd(*lengths))
-    parts = [_run_part(node, way, values, a, b, offsets[-1]) for a, b in zip(offsets, offsets[1:], strict=False)]
+    parts = [_run_part(node, way, values, a, b, offsets[-1]) for a, b in itertools.pairwise(offsets)]
     for i, (output, result) in enumerate(zip(way.outputs, results, strict=True)):
         if output is not None:
             _compare(node, way, output, [_items(part)[i] for part in parts], result)
@@ -68,7 +69,12 @@ def _compare(node: fx.Node, way: Way, output: Any, parts: list[Tensor], whole: T
     tolerance = _tolerance(whole)
     scale = float(whole.abs().nan_to_num(posinf=0, neginf=0).max()) if whole.dtype.is_floating_point else 0
     torch.testing.assert_close(
-        found, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{way} of {node.format_node()}: {m}"
+        found,
+        whole,
+        rtol=tolerance,
+        atol=tolerance * scale,
+        equal_nan=True,
+        msg=lambda m: f"{way} of {node.format_node()}: {m}",
     )
 
 

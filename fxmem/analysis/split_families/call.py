@@ -48,10 +48,9 @@ class Call:
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.tensors = tensor_args(node)
-        self.arguments: dict[str, Any] = {
-            argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-        }
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+        self.arguments: dict[str, Any] = {a.name: given.get(a.name, a.default_value) for a in schema}
         value = node.meta["val"]
         self.results: tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
@@ -74,9 +73,13 @@ class Call:
         """The tensor of an argument; None where it is left out."""
         return self.tensors_of(name)[0]
 
-    def ndim(self, name: str) -> int:
+    def shape_of(self, name: str) -> tuple[Size, ...]:
+        """Of an argument's tensor; of one that is left out, that of a scalar."""
         tensor = self.tensor(name)
-        return 0 if tensor is None else tensor.ndim
+        return () if tensor is None else tuple(tensor.shape)
+
+    def ndim(self, name: str) -> int:
+        return len(self.shape_of(name))
 
     @property
     def tensor_names(self) -> list[str]:

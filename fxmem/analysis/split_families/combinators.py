@@ -57,10 +57,9 @@ def mapped(call: Call, dims: Mapping[int, Output], name: str = "self", sizes: st
 
     `sizes`: the argument that holds the result's shape.
     """
-    (tensor,) = call.tensors_of(name)
-    assert tensor is not None
+    shape = call.shape_of(name)
     for dim, output in dims.items():
-        if is_open(tensor.shape[dim]):
+        if is_open(shape[dim]):
             yield call.way({name: dim}, output, [(sizes, output)] if sizes and isinstance(output, int) else ())
 
 

@@ -59,12 +59,11 @@ def index_put(call: Call) -> Ways:
     num_dims = max(t.ndim for t in call.tensors_of("indices") if t is not None)
     num_indexed = sum(t is not None for t in call.tensors_of("indices"))
     _, first = _index_dims(call, num_dims - num_indexed)
-    values = call.tensor("values")
-    assert values is not None
+    values = call.shape_of("values")
     ndim = len(call.shape) - num_indexed + num_dims
     for before, after in _other_dims(call, num_dims, first):
-        of_values = after - ndim + values.ndim
-        is_split = of_values >= 0 and is_open(values.shape[of_values])
+        of_values = after - ndim + len(values)
+        is_split = of_values >= 0 and is_open(values[of_values])
         if is_open(call.shape[before]):
             yield call.way({"self": before, "values": of_values if is_split else None}, before)
 

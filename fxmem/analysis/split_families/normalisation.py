@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxmem.analysis.split_families.call import Call, Rule, Ways
+from fxmem.analysis.split_families.call import Call, Rule, Ways, open_dims
 from fxmem.analysis.split_families.combinators import labelled, letters
 
 aten = torch.ops.aten
@@ -18,9 +18,11 @@ def layer_norm(call: Call) -> Ways:
 
 
 def layer_norm_backward(call: Call) -> Ways:
-    rows = _rows(call)
-    inputs = {name: rows for name in ("grad_out", "input", "mean", "rstd") if name in call.arguments}
-    return labelled(call, inputs, [rows, *[""] * (len(call.results) - 1)])
+    """Along the outermost dim only: the kernels take the statistics for contiguous without a look at their strides."""
+    first = next(open_dims(call.shape_of("input")), 0)
+    row = "." * first + "r" if first < len(_rows(call)) else ""
+    names = [name for name in ("grad_out", "input", "mean", "rstd") if name in call.arguments]
+    return labelled(call, dict.fromkeys(names, row), [row, *[""] * (len(call.results) - 1)])
 
 
 def _rows(call: Call) -> str:
@@ -50,7 +52,7 @@ def batch_norm_backward(call: Call) -> Ways:
 
 
 def _batch_norm_dims(call: Call, has_own_statistics: bool) -> str:
-    return ".c" if has_own_statistics else f"acdefgh"[: call.ndim("input")]
+    return ".c" if has_own_statistics else "acdefgh"[: call.ndim("input")]
 
 
 RULES: dict[Any, Rule] = {

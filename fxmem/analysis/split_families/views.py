@@ -10,17 +10,7 @@ from typing import Any
 
 import torch
 
-from fxmem.analysis.split_families.call import (
-    Call,
-    Rule,
-    Size,
-    Way,
-    Ways,
-    expression,
-    is_open,
-    is_same,
-    open_dims,
-)
+from fxmem.analysis.split_families.call import Call, Rule, Size, Ways, expression, is_open, is_same, open_dims
 from fxmem.analysis.split_families.combinators import after_removing, aligned, mapped
 
 aten = torch.ops.aten
@@ -32,9 +22,7 @@ def view(call: Call) -> Ways:
     Parts are then runs of elements that follow one another, in the input and in the result. A size that is a node of
     the graph is left for the op to infer, if it is the only one.
     """
-    (tensor,) = call.tensors_of("self")
-    assert tensor is not None
-    for before, after in _outermost_dims(tensor.shape, call.shape):
+    for before, after in _outermost_dims(call.shape_of("self"), call.shape):
         size = call["size"][after]
         if isinstance(size, int) or -1 not in call["size"]:
             way = call.way({"self": before}, after)
@@ -71,13 +59,12 @@ def matrix_transposed(call: Call) -> Ways:
 
 def expanded(call: Call) -> Ways:
     """Along dims that were there (of the same size), and along those that are new: the input is whole then."""
-    (tensor,) = call.tensors_of("self")
-    assert tensor is not None
+    old = call.shape_of("self")
     for dim in open_dims(call.shape):
-        before = dim - len(call.shape) + tensor.ndim
-        if before < 0 or not is_open(tensor.shape[before]):
+        before = dim - len(call.shape) + len(old)
+        if before < 0 or not is_open(old[before]):
             yield call.way({}, dim, [("size", dim)])
-        elif is_same(tensor.shape[before], call.shape[dim]):
+        elif is_same(old[before], call.shape[dim]):
             way = call.way({"self": before}, dim)
             yield way and replace(way, sizes=(("size", dim),))
 
@@ -89,11 +76,8 @@ def unsqueezed(call: Call) -> Ways:
 
 def squeezed(call: Call) -> Ways:
     """Not along the dims that the op names: a part of size 1 would lose them."""
-    ndim = call.ndim("self")
-    (tensor,) = call.tensors_of("self")
-    assert tensor is not None
-    named = set(call.dims())
-    kept = [d for d in range(ndim) if d not in named or not is_same(tensor.shape[d], 1)]
+    old, named = call.shape_of("self"), set(call.dims())
+    kept = [d for d, size in enumerate(old) if d not in named or not is_same(size, 1)]
     return mapped(call, {d: kept.index(d) for d in kept if d not in named})
 
 
