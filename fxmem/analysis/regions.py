@@ -102,8 +102,7 @@ def _small_barrier(border: Border) -> list[fx.Node]:
     The number of labels that count, say: every part's gradient needs it, and it needs all labels.
     """
     growth = border.growth
-    largest = max((nbytes(t) for t, dim in growth.made.items() if isinstance(dim, int)), default=0)
-    limit = largest / growth.fission.num_parts
+    limit = part_bytes(growth)
     for tensor in border.whole:
         if _is_waited_for(border, tensor):
             op = maker(tensor)
@@ -111,6 +110,12 @@ def _small_barrier(border: Border) -> list[fx.Node]:
             if sum(nbytes(n) for n in cone if is_tensor(n) and base_of(n) is None) < limit:
                 return [n for n in cone if n in growth.members]
     return []
+
+
+def part_bytes(growth: Growth) -> float:
+    """Bytes of a part of the largest tensor that is made in parts."""
+    largest = max((nbytes(t) for t, dim in growth.made.items() if isinstance(dim, int)), default=0)
+    return largest / growth.fission.num_parts
 
 
 def _is_waited_for(border: Border, tensor: fx.Node) -> bool:
@@ -178,7 +183,7 @@ def _fused(joint: JointGraph, region: Region, border: Border) -> Region:
     early |= {u for n in nodes if n in early and not is_tensor(n) for u in n.users if is_getitem(u)}
     degree = degrees(nodes, tangent)
     fault = _not_proportional(joint, [*early, *members, *(t for m in members for t, _ in tensors_made(m))], degree)
-    fault = fault or _not_by_number(joint, region, early, degree)
+    fault = fault or _too_large(joint, border, early, degree)
     if fault:
         return region.refuse(fault)
     made_early = early | region.members.keys() | region.dims.keys()
@@ -205,16 +210,10 @@ def _not_proportional(joint: JointGraph, nodes: Iterable[fx.Node], degree: dict[
     return ""
 
 
-def _not_by_number(
-    joint: JointGraph, region: Region, early: Iterable[fx.Node], degree: dict[fx.Node, int | None]
-) -> str:
-    """The gradient may come into the region as numbers only, or as what members themselves have made."""
-    found = set(region.dims)
-    for node in joint.nodes:
-        if node in set(early) and not any(n in found for n in node.all_input_nodes):
-            if degree[node] == 1 and is_tensor(node) and node.meta["val"].numel() > 1:
-                shape = tuple(node.meta["val"].shape)
-                return f"the gradient reaches it through {described(joint, node)} of shape {shape}"
-        elif node in set(early):
-            found.add(node)
-    return ""
+def _too_large(joint: JointGraph, border: Border, early: Iterable[fx.Node], degree: dict[fx.Node, int | None]) -> str:
+    """Gradients of others than the region would be computed in forward, whole, and nothing be gained."""
+    own = [n for n in early if degree[n] == 1 and is_tensor(n) and base_of(n) is None]
+    largest = max(own, key=nbytes, default=None)
+    if largest is None or sum(map(nbytes, own)) <= part_bytes(border.growth):
+        return ""
+    return f"its gradient comes from {described(joint, largest)}, which doesn't run in parts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,19 @@ def filled(call: Call) -> Ways:
         yield call.way({}, dim, [("size", dim)])
 
 
+def filled_alike(call: Call) -> Ways:
+    """The same, of the type that `self` has: none of whose elements are read, so that any part of it will do."""
+    for way in filled(call):
+        yield way
+        for dim in open_dims(call.shape_of("self")):
+            yield way and replace(way, inputs=(dim,))
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._to_copy, aten.alias, aten.detach, aten.lift_fresh_copy, aten.copy.default), broadcasting),
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), aligned),
     **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty.memory_format), filled),
-    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), filled),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), filled_alike),
     **dict.fromkeys((aten.masked_fill.Tensor, aten.where.ScalarOther, aten.where.ScalarSelf), broadcasting),
     **dict.fromkeys((aten.fill, aten.hardswish, aten.hardswish_backward, aten.hardsigmoid_backward), broadcasting),
     **dict.fromkeys((aten.elu_backward, aten.leaky_relu_backward, aten.hardtanh_backward), broadcasting),
