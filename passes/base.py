@@ -6,7 +6,8 @@ A pass takes a joint graph and returns another one; it never edits its argument.
 - `requires` hold before it, `ensures` after it (names in `CHECKS`);
 - outputs are the same in number, shape and dtype;
 - effects are kept: each random, mutating or collective op of the graph still runs exactly once; a random op may be
-  replayed, that is run from the state it drew from, which draws nothing anew (`fxmem.capture.draws`).
+  replayed, that is run from the state it drew from, which draws nothing anew (`fxmem.capture.draws`). A pass that
+  ensures "accumulators" may also write, part by part, into tensors that the graph itself makes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fxmem.capture.draws import RNG_STATE, replay, state_name
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.errors import VerifyError
 from fxmem.passes import debug
+from fxmem.passes.accumulators import verify_accumulators, writes_own
 from fxmem.passes.debug import PassReport
 from fxmem.passes.emit import META, region_of
 from fxmem.passes.offload import verify_offload
@@ -147,6 +149,7 @@ CHECKS: Mapping[str, Callable[[JointGraph], None]] = {
     "regions": verify_regions,
     "recompute": verify_recompute,
     "offload": verify_offload,
+    "accumulators": verify_accumulators,
 }
 _ALWAYS = frozenset({"lint", "metadata"})
 
@@ -180,8 +183,9 @@ def _verify_kept(graph_pass: GraphPass, before: JointGraph, after: JointGraph) -
         where = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
         detail = "" if where is None else f": output {where} was {expected[where]}, is {found[where]}"
         raise VerifyError(f"pass {graph_pass.name} changed {len(expected)} outputs to {len(found)}{detail}")
-    lost = _effects(before) - _effects(after)
-    added = _effects(after) - _effects(before)
+    accumulates = "accumulators" in graph_pass.ensures
+    lost = _effects(before, accumulates) - _effects(after, accumulates)
+    added = _effects(after, accumulates) - _effects(before, accumulates)
     if lost or added:
         raise VerifyError(f"pass {graph_pass.name}: effects lost {dict(lost)}, repeated {dict(added)}")
 
@@ -197,8 +201,10 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-def _effects(joint: JointGraph) -> Counter[tuple[str, str]]:
-    effects = ((effect_of(node), str(node.target)) for node in joint.nodes)
+def _effects(joint: JointGraph, accumulates: bool) -> Counter[tuple[str, str]]:
+    """Effects by op; not writes into tensors that the graph makes, where these are verified by themselves."""
+    own = writes_own(joint) if accumulates else ()
+    effects = ((effect_of(node), str(node.target)) for node in joint.nodes if node not in own)
     return Counter((effect, target) for effect, target in effects if effect is not None)
 
 

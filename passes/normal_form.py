@@ -1,0 +1,250 @@
+"""`LossNormalForm`: losses that are means become sums divided by their count, so that they can be computed in parts.
+
+A mean of parts' means is not the mean of all where labels are ignored, so averages are not what parts can hand on. The
+count of a cross entropy is made of the labels (and the weights of classes) alone: no part has to wait for another one's
+scores. A division stays one: where all labels are ignored, 0 / 0 is NaN as before.
+
+Sums of float16 may overflow where their mean would not: such losses are left as they are, and so are those of which the
+number of elements is a symbol.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxmem.analysis.split_families.call import Call, Size
+from fxmem.analysis.split_families.losses import MEAN, SUM
+from fxmem.capture import JointGraph
+from fxmem.passes.base import GraphPass
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LossNormalForm(GraphPass):
+    """Cross entropy, the elementwise losses and means over the outermost dim become sums over counts.
+
+    Results differ from the mean's by rounding. What the backward of a cross entropy reads of its forward is made of
+    labels alone, also where the loss was a sum.
+    """
+
+    name: ClassVar[str] = "loss_normal_form"
+
+    def apply(self, joint: JointGraph) -> JointGraph:
+        return normal_form(joint)
+
+
+def normal_form(joint: JointGraph) -> JointGraph:
+    """The graph with sums in place of mean losses; `joint` itself if it has none."""
+    if all(_rewriting(node) is None for node in joint.nodes):
+        return joint
+    rewriter = _Rewriter(joint)
+    for node in joint.nodes:
+        rewriter.emit(node)
+    return rewriter.finish()
+
+
+class _Rewriter:
+    """The graph under construction: nodes of the old one are copied, or something else is written in their place."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint, self.graph = joint, fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._sources: dict[fx.Node, fx.Node] = {}
+
+    def emit(self, node: fx.Node) -> None:
+        """Write `node`, or what takes its place."""
+        rewriting = _rewriting(node)
+        if rewriting is not None:
+            rewriting(self, Call(node))
+        elif node.target is operator.getitem and node.args[0] in self.items:
+            self.values[node] = self.items[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
+            self._sources[self.values[node]] = node
+
+    def new(self, argument: Any) -> Any:
+        """What an argument of the old graph is in the new one."""
+        return fx.map_arg(argument, self.values.__getitem__)
+
+    def call(self, source: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call in the place of `source`, on nodes of the new graph."""
+        node = self.graph.call_function(target, args, kwargs)
+        fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with _fake_mode(source) or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            node.meta = {**source.meta, "val": target(*fakes[0], **fakes[1])}
+        self._sources[node] = source
+        return node
+
+    def finish(self) -> JointGraph:
+        self.graph.node_copy(self.joint.graph_module.graph.output_node(), self.values.__getitem__)
+        self._drop_unread_items()
+        self.graph.lint()
+        forward = set(self.joint.nodes[: self.joint.num_forward_nodes])
+        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module.meta = dict(self.joint.graph_module.meta)
+        lines = {new.name: self.joint.sources.get(old.name) for new, old in self._sources.items()}
+        return replace(
+            self.joint,
+            graph_module=module,
+            num_forward_nodes=sum(old in forward for old in self._sources.values()),
+            sources={name: line for name, line in lines.items() if line is not None},
+        )
+
+    def _drop_unread_items(self) -> None:
+        """Nobody reads the total weight of a sum any more."""
+        for new, old in list(self._sources.items()):
+            if new.target is operator.getitem and old.users and not new.users:
+                self.graph.erase_node(new)
+                del self._sources[new]
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return next((mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None), None)
+
+
+def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:
+    """Sum of the losses / total weight of the labels; who asks for the total weight gets this one."""
+    total = _total_weight(rewriter, call)
+    scores, target, weight = (rewriter.new(call[name]) for name in ("self", "target", "weight"))
+    node: Any = call.node
+    results = rewriter.call(node, node.target, scores, target, weight, SUM, call["ignore_index"])
+    summed = rewriter.call(node, operator.getitem, results, 0)
+    rewriter.items[node] = (rewriter.call(node, aten.div.Tensor, summed, total), total)
+
+
+def _total_weight(rewriter: _Rewriter, call: Call) -> fx.Node:
+    """Number of labels that are not ignored, or the sum of their classes' weights; of the losses' dtype."""
+    node, target, weight = call.node, rewriter.new(call["target"]), rewriter.new(call["weight"])
+    if weight is None:
+        counted = rewriter.call(node, aten.ne.Scalar, target, call["ignore_index"])
+        count = rewriter.call(node, aten.sum.default, counted)
+        return rewriter.call(node, aten._to_copy.default, count, dtype=call.results[0].dtype)
+    ignored = rewriter.call(node, aten.eq.Scalar, target, call["ignore_index"])
+    classes = rewriter.call(node, aten.masked_fill.Scalar, target, ignored, 0)
+    weights = rewriter.call(node, aten.index.Tensor, weight, [classes])
+    counted = rewriter.call(node, aten.masked_fill.Scalar, weights, ignored, 0)
+    return rewriter.call(node, aten.sum.default, counted)
+
+
+def _rewrite_cross_entropy_backward(rewriter: _Rewriter, call: Call) -> None:
+    """Of a mean, that of the sum with the gradient divided. Backward of a sum is told a total that it doesn't read."""
+    node: Any = call.node
+    names = ("grad_output", "self", "target", "weight", "total_weight")
+    gradient, scores, target, weight, total = (rewriter.new(call[name]) for name in names)
+    reduction = call["reduction"]
+    if reduction == MEAN:
+        gradient = rewriter.call(node, aten.div.Tensor, gradient, total)
+        reduction = SUM
+    else:
+        options = {"dtype": call.results[0].dtype, "device": call.results[0].device}
+        total = rewriter.call(node, aten.full.default, [], 1, **options)
+    arguments = (gradient, scores, target, weight, reduction, call["ignore_index"], total)
+    rewriter.values[node] = rewriter.call(node, node.target, *arguments)
+
+
+def _rewrite_elementwise(rewriter: _Rewriter, call: Call) -> None:
+    shape = torch.broadcast_shapes(call.shape_of("self"), call.shape_of("target"))
+    summed = rewriter.call(call.node, call.node.target, *_arguments(rewriter, call, reduction=SUM))
+    rewriter.values[call.node] = rewriter.call(call.node, aten.div.Scalar, summed, math.prod(shape))
+
+
+def _rewrite_elementwise_backward(rewriter: _Rewriter, call: Call) -> None:
+    node, count = call.node, math.prod(call.shape_of("self"))
+    gradient = rewriter.call(node, aten.div.Scalar, rewriter.new(call["grad_output"]), count)
+    arguments = _arguments(rewriter, call, reduction=SUM, grad_output=gradient)
+    rewriter.values[node] = rewriter.call(node, node.target, *arguments)
+
+
+def _arguments(rewriter: _Rewriter, call: Call, **changed: Any) -> list[Any]:
+    """All arguments of a call by position, some of them changed."""
+    return [changed.get(name, rewriter.new(value)) for name, value in call.arguments.items()]
+
+
+def _rewrite_mean(rewriter: _Rewriter, call: Call) -> None:
+    node, dims = call.node, call.dims()
+    options = {"dtype": call["dtype"]} if call["dtype"] is not None else {}
+    if "dim" in call.arguments:
+        arguments = (rewriter.new(call["self"]), call["dim"], call["keepdim"])
+        summed = rewriter.call(node, aten.sum.dim_IntList, *arguments, **options)
+    else:
+        summed = rewriter.call(node, aten.sum.default, rewriter.new(call["self"]), **options)
+    count = math.prod(call.shape_of("self")[d] for d in dims)
+    rewriter.values[node] = rewriter.call(node, aten.div.Scalar, summed, count)
+
+
+def _is_mean(call: Call) -> bool:
+    return call["reduction"] == MEAN and _can_be_summed(call)
+
+
+def _is_known_mean(call: Call) -> bool:
+    return _is_mean(call) and _is_known((*call.shape_of("self"), *call.shape_of("target")))
+
+
+def _reads_forward(call: Call) -> bool:
+    """Is the total weight that of the forward op?"""
+    origin = getattr(call["total_weight"], "target", None)
+    return origin is operator.getitem and (_can_be_summed(call) or call["reduction"] != MEAN)
+
+
+def _averages_rows(call: Call) -> bool:
+    return 0 in call.dims() and _can_be_summed(call) and _is_known(call.shape_of("self"))
+
+
+def _can_be_summed(call: Call) -> bool:
+    return call.results[0].dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _is_known(shape: Sequence[Size]) -> bool:
+    return all(isinstance(size, int) for size in shape)
+
+
+_Rewriting = Callable[[_Rewriter, Call], None]
+_REWRITINGS: dict[Any, tuple[Callable[[Call], bool], _Rewriting]] = {
+    **dict.fromkeys(
+        (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+        (_is_mean, _rewrite_cross_entropy),
+    ),
+    **dict.fromkeys(
+        (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
+        (_reads_forward, _rewrite_cross_entropy_backward),
+    ),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        (_is_known_mean, _rewrite_elementwise),
+    ),
+    **dict.fromkeys(
+        (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+            aten.soft_margin_loss_backward.default,
+            aten.binary_cross_entropy_backward.default,
+        ),
+        (_is_known_mean, _rewrite_elementwise_backward),
+    ),
+    **dict.fromkeys((aten.mean.default, aten.mean.dim), (_averages_rows, _rewrite_mean)),
+}
+"""Op -> where it applies, and what is written in its place."""
+
+
+def _rewriting(node: fx.Node) -> _Rewriting | None:
+    applies, rewriting = _REWRITINGS.get(node.target, (None, None))
+    return rewriting if applies is not None and applies(Call(node)) else None

@@ -1,0 +1,109 @@
+"""Runs calls whole and part by part: what the split rules promise, by execution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxmem import compat
+from fxmem.analysis.split_rules import Way, part_call, tensor_args
+
+UNDEFINED = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default})
+UNDEFINED |= {torch.ops.aten.new_empty.default}
+"""What these return is not defined, only its shape is."""
+
+
+def check_way(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], whole: Any) -> int:
+    """Run `node` in ragged parts, along `way`, on `values`; the results must be `whole`. Returns how many parts ran.
+
+    `values`: per tensor argument. Raises AssertionError.
+    """
+    tensors = [values[n] for n in tensor_args(node)]
+    results = _items(whole)
+    assert len(way.inputs) == len(tensors)
+    assert len(way.outputs) == len(results)
+    lengths = [t.shape[d] for t, d in zip(tensors, way.inputs, strict=True) if d is not None]
+    lengths += [t.shape[d] for t, d in zip(results, way.outputs, strict=True) if isinstance(d, int)]
+    assert lengths, f"{way} of {node.format_node()} splits nothing"
+    offsets = _offsets(math.gcd(*lengths))
+    parts = [_run_part(node, way, values, a, b, offsets[-1]) for a, b in itertools.pairwise(offsets)]
+    for i, (output, result) in enumerate(zip(way.outputs, results, strict=True)):
+        if output is not None:
+            _compare(node, way, output, [_items(part)[i] for part in parts], result)
+    return len(parts)
+
+
+def _offsets(length: int) -> list[int]:
+    """Borders of parts that are not all of one size, where there are enough elements."""
+    return sorted({0, min(1, length), (length + 2) // 2, length})
+
+
+def _run_part(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], start: int, end: int, length: int) -> Any:
+    def share(size: int) -> int:
+        assert size * start % length == 0
+        assert size * (end - start) % length == 0
+        return size * (end - start) // length
+
+    def part_of(tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return tensor
+        size = tensor.shape[dim]
+        return tensor.narrow(dim, size * start // length, share(size))
+
+    parts = {n: part_of(values[n], dim) for n, dim in zip(tensor_args(node), way.inputs, strict=True)}
+    args, kwargs = fx.map_arg(part_call(node, way, share), lambda n: parts[n] if n in parts else values[n])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _compare(node: fx.Node, way: Way, output: Any, parts: list[Tensor], whole: Tensor) -> None:
+    found = sum(parts[1:], parts[0]) if output == "sum" else torch.cat(parts, output)
+    assert found.shape == whole.shape, f"{way} of {node.format_node()}: {found.shape}, whole {whole.shape}"
+    assert found.dtype == whole.dtype
+    if node.target in UNDEFINED:
+        return
+    tolerance = _tolerance(whole)
+    scale = float(whole.abs().nan_to_num(posinf=0, neginf=0).max()) if whole.dtype.is_floating_point else 0
+    torch.testing.assert_close(
+        found,
+        whole,
+        rtol=tolerance,
+        atol=tolerance * scale,
+        equal_nan=True,
+        msg=lambda m: f"{way} of {node.format_node()}: {m}",
+    )
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}.get(tensor.dtype, 0.0)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph; `checked` yields each of its calls with the values around it, as long as they are what it read."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.num_parts: dict[str, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self.visit(n, result)
+        return result
+
+    def visit(self, node: fx.Node, result: Any) -> None:
+        """Called after each call, before anything can overwrite its arguments."""
+
+
+def shapes(value: Any) -> Iterator[Any]:
+    """What makes calls of one op alike: shapes, strides and dtypes of tensors; other arguments as text."""
+    for leaf in compat.tree_leaves(value):
+        yield (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else str(leaf)
