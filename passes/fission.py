@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxmem.analysis.region import Fission, Item, Loop, Region, is_tensor, maker, tensors_made
+from fxmem.analysis.region import Item, Loop, Region, is_tensor, maker, tensors_made
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
 from fxmem.errors import PlanMismatch
+from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
 from fxmem.passes.part_graph import PartGraph, shares_storage
 

@@ -1,4 +1,4 @@
-"""`Fission`, a decision to split a value along a dim, and `Region`, what follows from it: facts for planners and a pass."""
+"""`Region`: what follows from a `Fission`, the decision to split a value along a dim: facts for planners and a pass."""
 
 from __future__ import annotations
 
@@ -13,35 +13,7 @@ from torch import fx
 from fxmem import compat
 from fxmem.analysis.split_rules import Output, Way
 from fxmem.capture import JointGraph
-
-
-@dataclass(frozen=True)
-class Fission:
-    """A value to split, and where: part i of the seed is [offsets[i], offsets[i + 1]) along `dim`.
-
-    `seed`: index of the node in `joint.nodes` (of its op in the unsplit Program). `offsets`: from 0 to the seed's size.
-    `fuse`: run the region's backward in forward, for an incoming gradient of 1, and scale its results in backward.
-    `min_bytes`: smaller values are not split for their own sake.
-    """
-
-    seed: int
-    dim: int
-    offsets: tuple[int, ...]
-    fuse: bool = False
-    min_bytes: int = 0
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def size(self) -> int:
-        """Of the seed along `dim`."""
-        return self.offsets[-1]
-
-    def can_cut(self, size: int | torch.SymInt) -> bool:
-        """Do all borders fall between elements of a dim of `size`?"""
-        return isinstance(size, int) and all(size * offset % self.size == 0 for offset in self.offsets)
+from fxmem.ir.program import Fission
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,3 +116,8 @@ def described(joint: JointGraph, node: fx.Node) -> str:
     """The op and the model's line, for people."""
     source = joint.sources.get(node.name, "")
     return f"{node.target} ({source})" if source else f"{node.target} ({node.name})"
+
+
+def can_cut(fission: Fission, size: int | torch.SymInt) -> bool:
+    """Do all borders fall between elements of a dim of `size`?"""
+    return isinstance(size, int) and all(size * offset % fission.offsets[-1] == 0 for offset in fission.offsets)

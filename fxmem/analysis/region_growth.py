@@ -8,9 +8,10 @@ from functools import cached_property
 
 from torch import fx
 
-from fxmem.analysis.region import Fission, is_getitem, is_tensor, maker, nbytes, tensors_made
+from fxmem.analysis.region import can_cut, is_getitem, is_tensor, maker, nbytes, tensors_made
 from fxmem.analysis.split_rules import Output, Way, tensor_args, ways
 from fxmem.capture import JointGraph
+from fxmem.ir.program import Fission
 
 
 class Growth:
@@ -104,7 +105,7 @@ class Growth:
                 yield way
 
     def _fits(self, tensor: fx.Node, dim: int) -> bool:
-        return self.dims.get(tensor, dim) == dim and self.fission.can_cut(tensor.meta["val"].shape[dim])
+        return self.dims.get(tensor, dim) == dim and can_cut(self.fission, tensor.meta["val"].shape[dim])
 
     def _bytes_whole(self, op: fx.Node, way: Way) -> int:
         """Bytes of split tensors that `op` would need whole."""

@@ -17,7 +17,6 @@ from torch import fx
 
 from fxmem.analysis.linear import ZERO, degrees
 from fxmem.analysis.region import (
-    Fission,
     Region,
     base_of,
     described,
@@ -32,8 +31,7 @@ from fxmem.analysis.region_growth import Growth
 from fxmem.capture import JointGraph
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.capture.overwritten import written_args
-
-__all__ = ["Fission", "Region", "grow"]
+from fxmem.ir.program import Fission
 
 
 def grow(joint: JointGraph, fission: Fission) -> Region:

@@ -44,8 +44,9 @@ def flops(call: Call) -> int:
 
 def _formula(call: Call) -> Any:
     registry = flop_counter.flop_registry
-    if call.packet in registry:
-        return registry[call.packet]
+    packet = getattr(torch.ops.aten, call.op_name.removesuffix("_"), call.packet)  # in place or not, the same work
+    if packet in registry:
+        return registry[packet]
     if not call.op_name.startswith("_scaled_dot_product"):
         return None
     is_backward = call.op_name.endswith("_backward")

@@ -88,6 +88,11 @@ class Fission:
     def num_parts(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def size(self) -> int:
+        """Of the seed along `dim`."""
+        return self.offsets[-1]
+
     def to_json(self) -> list[Any]:
         return [self.seed, self.dim, list(self.offsets), self.fuse, self.min_bytes]
 

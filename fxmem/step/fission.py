@@ -7,7 +7,7 @@ What is planned without splitting is always among the answers, so no plan is slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,16 +44,20 @@ def cheapest(keys: Sequence[T], program_of: Callable[[T], Program], solve: Solve
 
     Raises BudgetInfeasible with the smallest budget that any of them was found to need.
     """
-    forms = [look(key, program_of(key)) for key in keys]
-    limit = _bytes(budget, program_of(keys[0]))
-    if len(keys) == 1 or limit is None or forms[0].peak_bytes <= limit:
+    if len(keys) == 1:
         return keys[0], solve(keys[0], 1.0)
+    unsplit = look(keys[0], program_of(keys[0]))
+    limit = _bytes(budget, program_of(keys[0]))
+    if limit is None or unsplit.peak_bytes <= limit:
+        return keys[0], solve(keys[0], 1.0)
+    outlooks = (look(key, program_of(key)) for key in keys[1:])
     if budget == "min":
-        return _smallest(forms, solve)
-    return _Choice(solve, limit).among(forms)
+        return _smallest([unsplit, *outlooks], solve)
+    return _Choice(solve, limit).among(unsplit, outlooks)
 
 
 def look(key: T, program: Program) -> Outlook[T]:
+    """What `program` says of a form."""
     problem = reduce_program(program)
     peak_bytes = simulate(program, baseline_actions(problem)).peak_bytes
     split_s = problem.baseline_s - reduce_program(program.reference).baseline_s if program.unsplit else 0.0
@@ -67,10 +71,10 @@ def _bytes(budget: Budget, program: Program) -> int | None:
     return int(limit * unplanned(program).peak_bytes) if isinstance(limit, float) else limit
 
 
-def _smallest(forms: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
-    """The form that goes lowest, among the two of least need and the unsplit one."""
-    tried = dict.fromkeys([*(form.key for form in sorted(forms, key=lambda f: f.least_bytes)[:2]), forms[0].key])
-    plans = [(key, solve(key, 1.0)) for key in tried]
+def _smallest(outlooks: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
+    """The form that goes lowest, among the one of least need and the unsplit one."""
+    least = min(outlooks, key=lambda form: form.least_bytes)
+    plans = [(key, solve(key, 1.0)) for key in dict.fromkeys((least.key, outlooks[0].key))]
     return min(plans, key=lambda found: (found[1].peak_bytes, found[1].extra_s))
 
 
@@ -82,28 +86,34 @@ class _Choice(Generic[T]):
         self.found: tuple[T, Plan] | None = None
         self.refusals: list[BudgetInfeasible] = []
 
-    def among(self, forms: Sequence[Outlook[T]]) -> tuple[T, Plan]:
-        unsplit, *split = forms
+    def among(self, unsplit: Outlook[T], others: Iterable[Outlook[T]]) -> tuple[T, Plan]:
+        """`others` are made one by one, as long as what was found may be worth improving."""
         if unsplit.least_bytes <= self.limit:
             self._try(unsplit, 1.0)
-        for form in sorted((f for f in split if f.peak_bytes <= self.limit), key=lambda f: f.split_s)[:1]:
-            self._try(form, 1.0)
-        trials = [(trial.extra_s, form) for form in split if self._may_win(form) and (trial := self._try(form, _TRIAL))]
-        for _, form in sorted(trials, key=lambda found: found[0])[:1]:
-            self._try(form, 1.0)
-        if self.found is None and unsplit.least_bytes > self.limit:
+        trials = []
+        for form in others if not self._is_good else ():
+            if self._may_win(form) and (trial := self._try(form, _TRIAL)) is not None:
+                trials.append((trial.extra_s, form))
+            if self._is_good:
+                break
+        for extra_s, form in sorted(trials, key=lambda found: found[0])[:1]:
+            if form.peak_bytes > self.limit and extra_s > form.split_s:
+                self._try(form, 1.0)
+        if self.found is None:
             self._try(unsplit, 1.0)
         if self.found is None:
             raise min(self.refusals, key=lambda error: error.min_bytes)
         return self.found
 
+    @property
+    def _is_good(self) -> bool:
+        """Is there nothing left to gain that is worth the search?"""
+        return self.found is not None and self.found[1].extra_s <= _WORTH * self.found[1].baseline_s
+
     def _may_win(self, form: Outlook[T]) -> bool:
-        if form.least_bytes > self.limit or form.peak_bytes <= self.limit:
+        if form.least_bytes > self.limit:
             return False
-        if self.found is None:
-            return True
-        plan = self.found[1]
-        return form.split_s < plan.extra_s - _WORTH * plan.baseline_s
+        return self.found is None or form.split_s < self.found[1].extra_s - _WORTH * self.found[1].baseline_s
 
     def _try(self, form: Outlook[T], share: float) -> Plan | None:
         try:
