@@ -17,11 +17,13 @@ from torch import fx
 
 from fxmem.analysis.region import Item, Loop, Region, is_tensor, maker, tensors_made
 from fxmem.analysis.regions import grow
+from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
+from fxmem.passes.masks import with_masks
 from fxmem.passes.part_graph import PartGraph, shares_storage
 
 aten = torch.ops.aten
@@ -54,6 +56,12 @@ def split_region(joint: JointGraph, region: Region) -> JointGraph:
     """`joint` with `region` (grown in it) running part by part. Raises PlanMismatch if it is refused."""
     if region.refused:
         raise PlanMismatch(f"can't split: {region.refused}")
+    dropouts = [member for member in region.members if is_dropout(member)]
+    if dropouts:
+        name = joint.nodes[region.fission.seed].name
+        joint = with_masks(joint, dropouts)
+        seed = [node.name for node in joint.nodes].index(name)
+        return split_region(joint, grow(joint, replace(region.fission, seed=seed)))
     return _Writer(joint, region).write()
 
 
@@ -77,11 +85,14 @@ class _Writer:
         if self.region.tangent is not None:
             self._whole[self.region.tangent] = self._one(self.region.tangent)
         self._items(self.region.forward)
+        num_outputs = self.joint.num_forward_outputs
+        results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
         num_forward_nodes = len(self.nodes.graph.nodes)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
         self._items(self.region.backward)
-        return self.nodes.finish(fx.map_arg(self.joint.outputs, self._read), num_forward_nodes)
+        gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
+        return self.nodes.finish((*results, *gradients), num_forward_nodes)
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:

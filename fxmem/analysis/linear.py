@@ -20,14 +20,11 @@ ZERO = -1
 """Degree of a value that is zero all over: it counts as a multiple of anything."""
 
 _LINEAR = frozenset(
-    "_to_copy _unsafe_index _unsafe_index_put _unsafe_view add alias as_strided cat clone constant_pad_nd contiguous"
-    " copy cumsum detach diagonal expand flip gather index index_add index_put index_select masked_fill mean movedim neg"
-    " permute repeat reshape roll scatter_add select slice split split_with_sizes squeeze stack sub sum t transpose tril"
-    " triu unbind unfold unsqueeze view where".split()
+    ["_to_copy", "_unsafe_index", "_unsafe_index_put", "_unsafe_view", "add", "alias", "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diagonal", "expand", "flip", "gather", "index", "index_add", "index_put", "index_select", "masked_fill", "mean", "movedim", "neg", "permute", "repeat", "reshape", "roll", "scatter_add", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sub", "sum", "t", "transpose", "tril", "triu", "unbind", "unfold", "unsqueeze", "view", "where"]
 )
-_PRODUCTS = frozenset("addmm baddbmm bmm dot matmul mm mul mv".split())
-_ZEROS = frozenset("new_zeros zeros zeros_like".split())
-_FILLED = frozenset("full full_like new_full scalar_tensor".split())
+_PRODUCTS = frozenset(["addmm", "baddbmm", "bmm", "dot", "matmul", "mm", "mul", "mv"])
+_ZEROS = frozenset(["new_zeros", "zeros", "zeros_like"])
+_FILLED = frozenset(["full", "full_like", "new_full", "scalar_tensor"])
 _VALUES = ("fill_value", "s", "value")
 _GRADIENTS = ("grad", "grad_out", "grad_output", "gradOutput")
 

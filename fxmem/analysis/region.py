@@ -33,8 +33,8 @@ class Region:
 
     `members`: ops that run part by part, in execution order, each with its way. `dims`: tensors that they make, and
     what becomes of each. `levels`: of each member. `whole`: tensors that members make and that are put together or
-    added up, because they are needed whole. `rederived`: members that also run whole, being views of what is there
-    whole. `early`: nodes of backward outside the region that its backward needs; with `fuse` they run in forward.
+    added up, because they are needed whole. `rederived`: ops derived where they are read, views of what is there whole:
+    members that are needed whole as well, and of what backward scales. `early`: nodes of backward outside the region that its backward needs; with `fuse` they run in forward.
     `tangent`: the incoming gradient that `fuse` replaces by 1. `scaled`: tensors made in forward by `fuse` that are
     proportional to it, and read in backward. `forward`, `backward`: what runs, in order, but for placeholders and
     constants, which come first. `blocked`: ops next to the region without a way. `refused`: why nothing can be split.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any
 
 from torch import fx
@@ -187,7 +187,8 @@ class _Order:
 
     def _by_effects(self) -> None:
         """Draws, collectives and writes keep the order they were captured in."""
-        effects = [n for n in self.nodes if is_random(n) or is_collective(n) or written_args(n) or n.target is RNG_STATE]
+        outside = [n for n in self.nodes if n not in self.border.growth.members]
+        effects = [n for n in outside if is_random(n) or is_collective(n) or written_args(n) or n.target is RNG_STATE]
         for one, other in zip(effects, effects[1:], strict=False):
             self._precede(one, other)
 

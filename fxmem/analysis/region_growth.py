@@ -6,9 +6,10 @@ import heapq
 from collections.abc import Iterable, Iterator, Set
 from functools import cached_property
 
+import torch
 from torch import fx
 
-from fxmem.analysis.region import can_cut, is_getitem, is_tensor, maker, nbytes, tensors_made
+from fxmem.analysis.region import can_cut, is_getitem, maker, nbytes, tensors_made
 from fxmem.analysis.split_rules import Output, Way, tensor_args, ways
 from fxmem.capture import JointGraph
 from fxmem.ir.program import Fission
@@ -93,7 +94,7 @@ class Growth:
         """Ways that split what is split already alike, and that touch it."""
         made = dict(tensors_made(op))
         tensors = tensor_args(op)
-        for way in ways(op):
+        for way in ways(op) or _mask_ways(op):
             read = [(t, dim) for t, dim in zip(tensors, way.inputs, strict=True) if dim is not None]
             results = [(t, way.outputs[position]) for t, position in made.items()]
             split = [(t, dim) for t, dim in (*read, *results) if isinstance(dim, int)]
@@ -142,5 +143,13 @@ class Growth:
         return [set(self.nodes) - late, late]
 
 
-def is_read(tensor: fx.Node) -> bool:
-    return is_tensor(tensor) and bool(tensor.users)
+def is_dropout(node: fx.Node) -> bool:
+    """Is it a dropout whose mask can be drawn whole, before the rest runs in parts: not one of which that is all?"""
+    if node.target is not torch.ops.aten.native_dropout.default or node.args[2] is False:
+        return False
+    return any(position == 0 for _, position in tensors_made(node))
+
+
+def _mask_ways(op: fx.Node) -> tuple[Way, ...]:
+    shape = op.args[0].meta["val"].shape if is_dropout(op) else ()  # type: ignore[union-attr]
+    return tuple(Way((d,), (d, d)) for d in range(len(shape)))

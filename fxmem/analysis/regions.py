@@ -9,7 +9,7 @@ region makes in parts has to wait for the last part: it, and what depends on it,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -154,7 +154,8 @@ def _why(node: fx.Node) -> str:
 def _ordered(joint: JointGraph, region: Region, border: Border) -> Region:
     if region.refused:
         return region
-    outside = [n for n in joint.nodes if n.op == "call_function" and n not in region.members and n not in region.dims]
+    elsewhere = region.members.keys() | region.dims.keys() | region.rederived
+    outside = [n for n in joint.nodes if n.op == "call_function" and n not in elsewhere]
     index = border.growth.index
     early = [n for n in outside if index[n] < joint.num_forward_nodes or n in region.early]
     try:
@@ -189,7 +190,20 @@ def _fused(joint: JointGraph, region: Region, border: Border) -> Region:
     read = {s for n in late for a in n.all_input_nodes for s in _stands(border, a)}
     read |= {s for r in joint.outputs if isinstance(r, fx.Node) for s in _stands(border, r)}
     scaled = frozenset(t for t in read if t in made_early and degree.get(t) == 1)
-    return replace(region, early=frozenset(early), tangent=tangent, scaled=scaled)
+    border.rederived |= _views_of(scaled, late)
+    return replace(
+        region, early=frozenset(early), tangent=tangent, scaled=scaled, rederived=frozenset(border.rederived)
+    )
+
+
+def _views_of(scaled: Collection[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Views of what is scaled: derived where they are read, they let scaling wait until then."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        base = base_of(node) if is_tensor(node) and not is_getitem(node) and not written_args(node) else None
+        if base is not None and (base in scaled or base in found):
+            found.add(node)
+    return found
 
 
 def _stands(border: Border, tensor: fx.Node) -> Iterable[fx.Node]:
