@@ -322,8 +322,9 @@ class Driver:
 
 def lanes_of(found: Realised) -> tuple[tuple[Segment, ...], ...]:
     """Per rank, each action that computes with its start and end; messages before it count as its own."""
-    times = {(action.stage, action.kind, action.microbatch): (start, end)
-             for _, action, start, end in found.simulation.timeline()}  # fmt: skip
+    times: dict[tuple[int, str, int], tuple[float, float]] = {}
+    for _, action, start, end in found.simulation.timeline():
+        times[action.stage, action.kind, action.microbatch] = start, end
     lanes = []
     for moments in found.moments:
         lane: list[Segment] = []

@@ -32,7 +32,7 @@ from fxmem.report.stacked import KINDS, Run, before_and_after
 from fxmem.report.text import figure_rows
 from fxmem.units import format_bytes
 
-BINS = 1000
+BINS, NOTEBOOK_BINS = 1000, 400
 _NUM_STANDING = 25
 _NUM_ROWS = 2000
 _OF_VALUES = ("module", "value", "#bytes", "=decision", "#seconds", "why", "line")
@@ -85,7 +85,25 @@ def write_html(plan: Plan | Sequence[Plan], path: Path) -> None:
     path.write_text(str(page), encoding="utf-8")
 
 
+def notebook(plan: Plan) -> str:
+    """The short report of a plan as a part of another page: nothing is planned for it."""
+    page = Page(f"fxmem: {plan.program.name}", NOTEBOOK_BINS)
+    page.add(*_overview(page, plan))
+    return f'<iframe srcdoc="{html.escape(str(page))}" style="width:100%;height:44rem;border:0"></iframe>'
+
+
 def _sections(page: Page, plan: Plan) -> Iterable[str]:
+    yield from _overview(page, plan)
+    points = frontier(plan)
+    yield f"<h2>What a smaller budget costs</h2>{_frontier(page, points, plan)}"
+    floor = floor_of(plan)
+    yield f"<h2>What holds the floor, and what would lower it</h2><p>{html.escape(floor.sentence)}</p>"
+    yield f"<ul>{''.join(f'<li>{html.escape(way)}</li>' for way in floor.ways)}</ul>"
+    yield f"<h2>What stands at the peak</h2>{_standing(plan)}"
+
+
+def _overview(page: Page, plan: Plan) -> Iterable[str]:
+    """Figures, memory before and after, lanes, saved tensors."""
     before, after = before_and_after(plan)
     top = max(plan.peak_bytes, plan.baseline_peak_bytes, plan.budget_bytes or 0)
     axes = Axes(page.bins, max(_length(before), _length(after)), int(top * 1.04))
@@ -101,12 +119,6 @@ def _sections(page: Page, plan: Plan) -> Iterable[str]:
     yield _memory(page, after, axes, plan.budget_bytes)
     yield from _lanes(after, axes)
     yield f"<h2>Values that backward needs, by module</h2>{_saved(plan)}"
-    points = frontier(plan)
-    yield f"<h2>What a smaller budget costs</h2>{_frontier(page, points, plan)}"
-    floor = floor_of(plan)
-    yield f"<h2>What holds the floor, and what would lower it</h2><p>{html.escape(floor.sentence)}</p>"
-    yield f"<ul>{''.join(f'<li>{html.escape(way)}</li>' for way in floor.ways)}</ul>"
-    yield f"<h2>What stands at the peak</h2>{_standing(plan)}"
 
 
 def _length(run: Run) -> float:
