@@ -1,7 +1,7 @@
 """A plan as a memory snapshot of PyTorch's: `torch.cuda._memory_viz` and pytorch.org/memory_viz show it.
 
-The first device trace is what the plan foretells, in the order of its actions; the second one, if there is any, what was
-measured. Addresses are made up: the first place that is free in one segment.
+The first device trace is what the plan foretells, in the order of its actions; the second one, if there is any, what
+was measured. Addresses are made up: the first place that is free in one segment.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def measure(fn: Callable[[], Any], device: torch.device | str | None = None, *, 
 
     CPU: bytes of the tensors that `fn` holds when it starts (`held_tensors.reachable_tensors`; other models in the
     process don't count) plus what this thread allocates on top. CUDA: `max_memory_allocated` of the device.
-    `events`: note every allocation and release, too (CPU). May be nested. Raises FxmemError inside somebody else's profiler, which would see nothing of the CPU's memory.
+    `events`: note every allocation and release, too (CPU). May be nested. Raises FxmemError inside somebody else's
+    profiler, which would see nothing of the CPU's memory.
     """
     tensors = reachable_tensors(fn)
     device = torch.device(device) if device is not None else device_of(tensors)
