@@ -105,6 +105,7 @@ def test_wheel_holds_every_module_and_data_file_and_nothing_generic(checkout: Pa
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert source_files(checkout, ".py") | source_files(checkout, ".json") | {"fxmem/py.typed"} <= names
+    assert {"fxmem/report/page.css", "fxmem/report/page.js"} <= names
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"fxmem"}
 

@@ -17,6 +17,7 @@ from rich.table import Table
 import fxmem
 from fxmem.budget import Budget
 from fxmem.cli.arguments import load_model, parse_budget
+from fxmem.cli.explain import explain
 from fxmem.cli.pipeline import pipeline
 from fxmem.cli.stdout import clean_stdout
 from fxmem.errors import FxmemError
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 main.add_command(pipeline)
+main.add_command(explain)
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:

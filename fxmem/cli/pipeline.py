@@ -41,10 +41,12 @@ OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 @click.option("--tiers", help="host, disk, or auto: where stages may offload saved tensors to")
 @click.option("--offload-dir", type=click.Path(path_type=Path), help="directory of the disk tier")
 @click.option("--size", type=click.Choice(["tiny", "small"]), default="small", show_default=True, help="of a zoo model")
+@click.option("--report", type=click.Path(path_type=Path), help="write an HTML report")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document")
 def pipeline(
     model: str, num_stages: int, num_microbatches: int | None, budget: str | None, device_spec: str | None,
-    optimizer: str, dtype: str, sequence: int, batch: int | None, size: str, as_json: bool, **options: Any,
+    optimizer: str, dtype: str, sequence: int, batch: int | None, size: str, report: Path | None, as_json: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Cut MODEL over devices and plan each stage's memory; runs nothing.
 
@@ -66,8 +68,10 @@ def pipeline(
         optimizer=kind and kind(module.parameters(), lr=1e-3), **options,
     ).plan  # fmt: skip
     planning = {"planning_s": time.perf_counter() - started, "host_peak_bytes": _host_peak_bytes()}
+    if report is not None:
+        made.report(report)
     if as_json:
-        figures = dataclasses.asdict(made) | {"gap": made.gap} | planning
+        figures = dataclasses.asdict(dataclasses.replace(made, lanes=())) | {"gap": made.gap} | planning
         click.echo(json.dumps({"model": model, "device": device_spec, **figures}, indent=2))
     else:
         click.echo(f"{made}\nplanned in {planning['planning_s']:.0f} s, {planning['host_peak_bytes'] / 2**30:.1f} GiB")

@@ -14,6 +14,7 @@ from fxmem.capture.draws import RNG_STATE, state_name
 from fxmem.capture.effects import is_collective, is_pure, is_random
 from fxmem.capture.hints import checkpoint_of, is_kept
 from fxmem.capture.joint import JointGraph, target_name
+from fxmem.capture.modules import module_of
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
 from fxmem.ir import sizes
@@ -112,6 +113,7 @@ def _op(
         recomputable=not (once or overwritten or (random and state is None)),
         source=joint.sources.get(node.name, ""),
         label=label,
+        module=module_of(node),
     )
 
 
@@ -127,9 +129,12 @@ def _with_hints(ops: tuple[Op, ...], forward: Sequence[fx.Node]) -> tuple[Op, ..
 
 
 def _labels(joint: JointGraph) -> dict[str, str]:
-    """Node -> what the model calls it: parameters and buffers by their qualified names, and their gradients."""
-    labels = dict(joint.names)
+    """Node -> what the model calls it: parameters and buffers by their qualified names, their gradients; arguments and
+    the gradients of what is returned by their numbers."""
     inputs = [node for node in joint.nodes[: joint.num_forward_nodes] if node.op == "placeholder"]
+    arguments = [node.name for node in inputs if node.name not in joint.names]
+    labels = {name: f"argument {number}" for number, name in enumerate(arguments)} | dict(joint.names)
+    labels |= {name: f"gradient of output {number}" for number, name in enumerate(joint.tangents)}
     for node, gradient in zip(inputs, joint.outputs[joint.num_forward_outputs :], strict=False):
         if isinstance(gradient, fx.Node) and node.name in joint.names:
             labels.setdefault(gradient.name, f"gradient of {joint.names[node.name]}")

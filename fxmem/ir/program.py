@@ -44,6 +44,7 @@ class Op:
     A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
     `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
+    `module`: the path of the module it belongs to.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Op:
     hint: Hint = ""
     source: str = ""
     label: str = ""
+    module: str = ""
 
     @property
     def shown(self) -> str:
@@ -331,6 +333,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "hint": op.hint,
         "source": op.source,
         "label": op.label,
+        "module": op.module,
     }
 
 
@@ -355,6 +358,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         hint=data.get("hint", ""),
         source=data.get("source", ""),
         label=data.get("label", ""),
+        module=data.get("module", ""),
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fxmem.passes.stage_split import Cuts, StageGraph
 from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
 from fxmem.planners.effort import Effort
+from fxmem.report.pipeline import START, PipelineFigures, Segment, write_pipeline
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Action
 from fxmem.units import format_bytes
@@ -58,7 +60,7 @@ class Tried(NamedTuple):
 @dataclass(frozen=True)
 class PipelineResult:
     """What was decided. `peak_bytes`: predicted, per rank; `gap`: step over the chain's lower bound, less one; `tried`:
-    what it was chosen from.
+    what it was chosen from; `lanes`: what every rank runs, when, and the bytes that stand there.
     """
 
     stages: tuple[StageResult, ...]
@@ -71,10 +73,19 @@ class PipelineResult:
     bubble: float
     solve_s: float
     tried: tuple[Tried, ...] = ()
+    lanes: tuple[tuple[Segment, ...], ...] = ()
 
     @property
     def gap(self) -> float:
         return self.step_s / self.bound_s - 1
+
+    def report(self, path: str | Path) -> None:
+        """Write an HTML report: every rank's schedule and memory, the stages, what they were chosen from."""
+        write_pipeline(self._pages(), self.lanes, self.budget_bytes, Path(path))
+
+    def _pages(self) -> PipelineFigures:
+        head, *rows = str(self).splitlines()
+        return PipelineFigures(head, tuple(row.strip() for row in rows), self.peak_bytes)
 
     def __str__(self) -> str:
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
@@ -305,8 +316,31 @@ class Driver:
         run = found.simulation
         return PipelineResult(
             stages, found.schedule.name, num_microbatches, budget, found.peak_bytes, run.step_s,
-            min(bound_s, run.step_s), run.bubble, solve_s, tuple(self._tried),
+            min(bound_s, run.step_s), run.bubble, solve_s, tuple(self._tried), lanes_of(found),
         )  # fmt: skip
+
+
+def lanes_of(found: Realised) -> tuple[tuple[Segment, ...], ...]:
+    """Per rank, each action that computes with its start and end; messages before it count as its own."""
+    times: dict[tuple[int, str, int], tuple[float, float]] = {}
+    for _, action, start, end in found.simulation.timeline():
+        times[action.stage, action.kind, action.microbatch] = start, end
+    lanes = []
+    for moments in found.moments:
+        lane: list[Segment] = []
+        waiting = 0
+        for stage, kind, microbatch, peak_bytes, level_bytes in moments:
+            waiting = max(waiting, peak_bytes)
+            if kind == START:
+                lane.append(Segment(stage, kind, microbatch, 0.0, 0.0, peak_bytes, level_bytes))
+            elif (stage, kind, microbatch) in times:
+                start, end = times[stage, kind, microbatch]
+                lane.append(Segment(stage, kind, microbatch, start, end, waiting, level_bytes))
+                waiting = 0
+        if lane and waiting > lane[-1].peak_bytes:
+            lane[-1] = lane[-1]._replace(peak_bytes=waiting)
+        lanes.append(tuple(lane))
+    return tuple(lanes)
 
 
 def _agree(mine: Mapping[str, str]) -> None:

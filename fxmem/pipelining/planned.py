@@ -53,6 +53,10 @@ class PlannedPipeline:
         """The schedule of this rank's stages: `schedule.step(*inputs, target=y)` is one step on a whole batch."""
         return self.runtime.schedule(stage)
 
+    def report(self, path: str | Path) -> None:
+        """Write an HTML report: every rank's schedule and memory."""
+        self.plan.report(path)
+
     def __str__(self) -> str:
         return str(self.plan)
 

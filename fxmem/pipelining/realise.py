@@ -25,7 +25,7 @@ from fxmem.pipelining.simulate import Simulation, StageCost, simulate
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.planners import Options
 from fxmem.runtime.pipeline.code import StageCode, stage_program
-from fxmem.runtime.pipeline.memory import RankBytes, RankPlay, StageBytes
+from fxmem.runtime.pipeline.memory import Moment, RankBytes, RankPlay, StageBytes
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.units import align_up
 
@@ -49,7 +49,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Realised:
-    """Stages that run. `peak_bytes`: per rank; `in_flight`: per stage."""
+    """Stages that run. `peak_bytes`, `moments` (of every action): per rank; `in_flight`: per stage."""
 
     positions: tuple[int, ...]
     schedule: Schedule
@@ -57,6 +57,7 @@ class Realised:
     peak_bytes: tuple[int, ...]
     in_flight: tuple[int, ...]
     simulation: Simulation
+    moments: tuple[tuple[Moment, ...], ...]
 
     @property
     def step_s(self) -> float:
@@ -251,14 +252,14 @@ class _Cut:
         def canonical(at: StageBytes, name: str) -> str:
             return of.pipeline.canonical(at.graph, name)
 
-        peaks = [
-            RankPlay(rank, self.transfers, self.rank_of, found, canonical, self.beside[rank]).peak_bytes
+        plays = [
+            RankPlay(rank, self.transfers, self.rank_of, found, canonical, self.beside[rank])
             for rank in range(self.schedule.num_devices)
         ]
         costs = [self._cost(graph, actions) for graph, actions in zip(graphs, stages, strict=True)]
         return Realised(
-            self.positions, self.schedule, tuple(stages), tuple(peaks),
-            self.in_flight, simulate(self.schedule, costs, of.cluster),
+            self.positions, self.schedule, tuple(stages), tuple(play.peak_bytes for play in plays),
+            self.in_flight, simulate(self.schedule, costs, of.cluster), tuple(tuple(play.moments) for play in plays),
         )  # fmt: skip
 
     def _cost(self, graph: StageGraph, actions: StageActions) -> StageCost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +142,27 @@ class Plan:
         from fxmem.report.html import write_html
 
         write_html(self, Path(path))
+
+    def trace(self, path: str | Path) -> None:
+        """Write a Chrome trace for Perfetto: the simulated streams, ops within their modules, bytes by kind."""
+        from fxmem.report.trace import write_trace
+
+        write_trace(self, Path(path))
+
+    def memory_snapshot(self, path: str | Path, measured: Sequence[tuple[int, int]] = ()) -> None:
+        """Write a memory snapshot as PyTorch's own are, for pytorch.org/memory_viz: what the plan foretells.
+
+        `measured`: events of a measurement, shown as a second device: `fxmem.measure(fn, events=True).events`.
+        """
+        from fxmem.report.snapshot import write_snapshot
+
+        write_snapshot(self, Path(path), measured)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the figures, memory before and after, saved tensors by module."""
+        from fxmem.report.html import notebook
+
+        return notebook(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (schedule, program and figures; not the graph itself)."""

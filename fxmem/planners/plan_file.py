@@ -174,7 +174,7 @@ _list, _dict = _is(list, "a list"), _is(dict, "a mapping")
 _OP: dict[str, Check] = {
     "name": _text, "target": _text, "kind": _one_of("input", "op"), "phase": _one_of("fw", "bw"), "time": _seconds,
     "args": _list, "storages": _list, "workspace": _nat, "mutates": _list, "random": _flag, "collective": _flag,
-    "recomputable": _flag, "source": _text, "label": _text,
+    "recomputable": _flag, "source": _text, "label": _text, "module": _text,
 }  # fmt: skip
 _PROGRAM: dict[str, Check] = {
     "name": _text, "ops": _list_of(_mapping(_OP)), "sizes": _list, "devices": _list_of(_text), "fw_outputs": _list,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from fxmem.ir.program import Op, Program
 from fxmem.planners.plan import STAYS, Plan
-from fxmem.schedule import Offload, Recompute, StartBackward
+from fxmem.schedule import Offload, Recompute, Reload, StartBackward
+from fxmem.units import format_bytes
 
 Decision = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One storage that forward makes and backward reads. `stays`: why it could not be offloaded, "" if it could."""
+    """One storage that forward makes and backward reads.
+
+    `op`: index of what makes it. `recompute_s`: seconds of making it again, as often as the plan does. `seconds`: what
+    the decision takes: making it again, or copying it both ways; of what is kept, what making it again would take.
+    `reason`: in words. `stays`: why it could not be offloaded, "" if it could.
+    """
 
     storage: int
     name: str
@@ -23,6 +30,10 @@ class Saved:
     recompute_s: float
     source: str
     stays: str = ""
+    op: int = 0
+    module: str = ""
+    seconds: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Standing:
     nbytes: int
     kind: Literal["resident", "saved", "temporary", "workspace"]
     source: str
+    module: str = ""
 
 
 def saved_tensors(plan: Plan) -> list[Saved]:
@@ -46,6 +58,7 @@ def saved_tensors(plan: Plan) -> list[Saved]:
     for action in plan.actions:
         if isinstance(action, Recompute):
             again[action.op] = again.get(action.op, 0.0) + program.ops[action.op].seconds
+    copies = _copies(plan)
     resident = set(program.resident)
     reasons = plan.notes.get(STAYS, {})
     needed = {s for op in program.ops if op.region == "backward" for s in program.reads(op)} - resident
@@ -57,8 +70,45 @@ def saved_tensors(plan: Plan) -> list[Saved]:
         decision: Decision = "offload" if storage in offloaded else "keep" if storage in kept else "recompute"
         cost_s = again.get(op.index, 0.0)
         stays = "" if decision == "offload" else reasons.get(str(storage), "")
-        rows.append(Saved(storage, op.shown, op.target, nbytes[storage], decision, cost_s, op.source, stays))
+        row = Saved(storage, op.shown, op.target, nbytes[storage], decision, cost_s, op.source, stays)
+        seconds, reason = _why(plan, op, row, copies.get(storage))
+        rows.append(replace(row, op=op.index, module=op.module, seconds=seconds, reason=reason))
     return sorted(rows, key=lambda row: (-row.nbytes, row.storage))
+
+
+def _copies(plan: Plan) -> dict[int, tuple[str, float]]:
+    """storage -> (tier, seconds of its copies both ways) of what is offloaded."""
+    copies: dict[int, tuple[str, float]] = {}
+    for span in plan.simulation.spans:
+        action = plan.actions[span.step]
+        if isinstance(action, (Offload, Reload)):
+            tier, before_s = copies.get(action.storage, (span.stream.split("_")[0], 0.0))
+            copies[action.storage] = tier, before_s + span.end_s - span.start_s
+    return copies
+
+
+def _why(plan: Plan, op: Op, row: Saved, copied: tuple[str, float] | None) -> tuple[float, str]:
+    """(seconds, reason) of the decision of `row`, a value of `op`."""
+    if row.decision == "offload" and copied is not None:
+        return copied[1], f"copied to the {copied[0]} and back beside the computation"
+    if row.decision == "recompute":
+        return row.recompute_s, "given up after forward, made again for backward"
+    if not op.recomputable:
+        return op.seconds, f"kept: {_why_once(plan.program, op)}"
+    if plan.budget_bytes is None:
+        return op.seconds, "kept: there is no budget"
+    per_ms = f"{format_bytes(row.nbytes / (op.seconds * 1e3))} a millisecond" if op.seconds else "for nothing"
+    return op.seconds, f"kept: making it again gives {per_ms}"
+
+
+def _why_once(program: Program, op: Op) -> str:
+    if op.is_random:
+        return "it is random, and would be drawn anew"
+    if op.is_collective:
+        return "it is a collective, which every rank runs once"
+    if op.mutates:
+        return "it writes in place"
+    return "it may not run twice (it is to be kept, has effects, or reads what is overwritten later)"
 
 
 def standing_at_peak(plan: Plan) -> list[Standing]:
@@ -80,4 +130,4 @@ def standing_at_peak(plan: Plan) -> list[Standing]:
 
 def _standing(plan: Plan, storage: int, nbytes: int, kind: Literal["resident", "saved", "temporary"]) -> Standing:
     op = plan.program.ops[plan.program.producer[storage]]
-    return Standing(op.shown, nbytes, kind, op.source)
+    return Standing(op.shown, nbytes, kind, op.source, op.module)

@@ -1,100 +1,272 @@
-"""A plan as one self-contained HTML page: memory timeline, streams, saved tensors, what stands at the peak."""
+"""Plans as one page that needs no network: memory before and after, lanes, saved tensors by module, frontier, floor."""
 
 from __future__ import annotations
 
 import html
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from fxmem.planners.plan import Plan, baseline_actions
-from fxmem.planners.problem import reduce_program
-from fxmem.report.decisions import saved_tensors, standing_at_peak
+from fxmem.planners.plan import Plan
+from fxmem.report.chart import (
+    COLOURS,
+    HEIGHT,
+    LANES,
+    Axes,
+    Words,
+    binned,
+    compute_lane,
+    hover,
+    lane,
+    stack,
+    step_curve,
+    svg,
+)
+from fxmem.report.decisions import standing_at_peak
+from fxmem.report.floor import floor_of
+from fxmem.report.frontier import Point, frontier
+from fxmem.report.names import line_of, module_shown, short_source
+from fxmem.report.saved import Group, Row, by_module
+from fxmem.report.stacked import KINDS, Run, before_and_after
 from fxmem.report.text import figure_rows
-from fxmem.schedule import SimResult, simulate
 from fxmem.units import format_bytes
 
-_STYLE = """
-body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0;font-size:13px}
-td,th{padding:2px 12px 2px 0;text-align:left;border-bottom:1px solid #ddd}
-td:first-child{text-align:right;white-space:nowrap}
-"""
+BINS, NOTEBOOK_BINS = 1000, 400
+_NUM_STANDING = 25
+_NUM_ROWS = 2000
+_OF_VALUES = ("module", "value", "#bytes", "=decision", "#seconds", "why", "line")
+_COLUMNS = {"#": ' class="n"', "=": ' class="k"'}
+_FOLDER = Path(__file__).parent
 
 
-def write_html(plan: Plan, path: Path) -> None:
-    """Write the report of `plan` to `path`; it needs no network to be read."""
-    figure = _timeline(plan)
-    body = [
-        f"<h1>fxmem: {html.escape(plan.program.name)}, planner {html.escape(plan.planner)}</h1>",
-        _table([], figure_rows(plan)),
-        "<h2>Bytes on the device while the step runs</h2>",
-        figure.to_html(full_html=False, include_plotlyjs=True),
-        "<h2>What stands at the peak</h2>",
-        _table(
-            ["bytes", "value", "kind", "source"],
-            [(format_bytes(row.nbytes), row.name, row.kind, row.source) for row in standing_at_peak(plan)[:40]],
-        ),
-        "<h2>Values backward needs</h2>",
-        _table(
-            ["bytes", "value", "op", "decision", "recompute", "not offloaded because", "source"],
-            [
-                (
-                    format_bytes(s.nbytes),
-                    s.name,
-                    s.target,
-                    s.decision,
-                    f"{s.recompute_s * 1e3:.3f} ms",
-                    s.stays,
-                    s.source,
-                )
-                for s in saved_tensors(plan)
-            ],
-        ),
+class Page:
+    """One page under construction: sections, and the numbers that its script shows under the pointer."""
+
+    def __init__(self, title: str, bins: int = BINS) -> None:
+        self.title, self.bins = title, bins
+        self.words = Words()
+        self.charts: list[dict[str, Any]] = []
+        self.body: list[str] = []
+
+    def add(self, *parts: str) -> None:
+        self.body += parts
+
+    def chart(self, image: str, labels: str, shown: dict[str, Any] | None = None, kind: str = "") -> str:
+        """A box with an image that answers to the pointer if there is something to show."""
+        attribute = ""
+        if shown is not None:
+            attribute = f' data-chart="{len(self.charts)}"'
+            self.charts.append(shown)
+        return f'<div class="chart {kind}"{attribute}>{image}{labels}</div>'
+
+    def __str__(self) -> str:
+        data = {"kinds": KINDS, "words": self.words.all, "bins": self.bins, "charts": self.charts}
+        text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+        style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
+            f"<title>{html.escape(self.title)}</title><style>{style}</style></head><body>"
+            f"<h1>{html.escape(self.title)}</h1>{''.join(self.body)}"
+            f'<script type="application/json" id="data">{text}</script><script>{script}</script></body></html>'
+        )
+
+
+def write_html(plan: Plan | Sequence[Plan], path: Path) -> None:
+    """Write the report of a plan, or of all plans of a loop, to `path`; it needs no network to be read."""
+    plans = [plan] if isinstance(plan, Plan) else list(plan)
+    page = Page(f"fxmem: {plans[0].program.name}", max(BINS // len(plans), 200))
+    if len(plans) > 1:
+        links = (f'<a href="#plan{i}">{i + 1}: {format_bytes(p.peak_bytes)}</a>' for i, p in enumerate(plans))
+        page.add(f"<nav>{len(plans)} plans, one for each kind of step: {''.join(links)}</nav>")
+    for number, one in enumerate(plans):
+        page.add(f'<section class="plan" id="plan{number}">', *_sections(page, one), "</section>")
+    path.write_text(str(page), encoding="utf-8")
+
+
+def notebook(plan: Plan) -> str:
+    """The short report of a plan as a part of another page: nothing is planned for it."""
+    page = Page(f"fxmem: {plan.program.name}", NOTEBOOK_BINS)
+    page.add(*_overview(page, plan))
+    return f'<iframe srcdoc="{html.escape(str(page))}" style="width:100%;height:44rem;border:0"></iframe>'
+
+
+def _sections(page: Page, plan: Plan) -> Iterable[str]:
+    yield from _overview(page, plan)
+    points = frontier(plan)
+    yield f"<h2>What a smaller budget costs</h2>{_frontier(page, points, plan)}"
+    floor = floor_of(plan)
+    yield f"<h2>What holds the floor, and what would lower it</h2><p>{html.escape(floor.sentence)}</p>"
+    yield f"<ul>{''.join(f'<li>{html.escape(way)}</li>' for way in floor.ways)}</ul>"
+    yield f"<h2>What stands at the peak</h2>{_standing(plan)}"
+
+
+def _overview(page: Page, plan: Plan) -> Iterable[str]:
+    """Figures, memory before and after, lanes, saved tensors."""
+    before, after = before_and_after(plan)
+    top = max(plan.peak_bytes, plan.baseline_peak_bytes, plan.budget_bytes or 0)
+    axes = Axes(page.bins, max(_length(before), _length(after)), int(top * 1.04))
+    start = next((op.source for op in plan.program.ops if op.source), "")
+    yield f"<p><code>{html.escape(short_source(start))}</code></p>"
+    graph = [("graph", f"{plan.program.fingerprint}, {len(plan.program.ops)} ops"), ("planner", plan.planner)]
+    yield figures([*figure_rows(plan), *graph])
+    yield "<h2>Bytes on the device over the step</h2>"
+    yield legend((kind, COLOURS[kind]) for kind in KINDS if before.bytes_of[kind].any() or after.bytes_of[kind].any())
+    yield f"<h3>Before: everything saved, {format_bytes(plan.baseline_peak_bytes)}</h3>"
+    yield _memory(page, before, axes, plan.budget_bytes)
+    yield f"<h3>After: as planned, {format_bytes(plan.peak_bytes)}</h3>"
+    yield _memory(page, after, axes, plan.budget_bytes)
+    yield from _lanes(after, axes)
+    yield f"<h2>Values that backward needs, by module</h2>{_saved(plan)}"
+
+
+def _length(run: Run) -> float:
+    return run.result.seconds or float(len(run.actions))
+
+
+def figures(rows: Iterable[Sequence[str]]) -> str:
+    """(name, value) pairs as cards."""
+    cards = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in rows)
+    return f'<dl class="figures">{"".join(cards)}</dl>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """(name, colour) pairs."""
+    items = (f'<li><i style="background:var(--{colour})"></i>{html.escape(name)}</li>' for name, colour in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _memory(page: Page, run: Run, axes: Axes, budget_bytes: int | None) -> str:
+    at = binned(run, axes)
+    peak = format_bytes(run.result.peak_bytes)
+    labels = y_labels(axes, budget_bytes) + _x_labels(axes, bool(run.result.seconds))
+    image = stack(run, at, axes, budget_bytes, f"bytes over the step, peak {peak}")
+    return page.chart(image, labels, hover(run, at, page.words))
+
+
+def y_labels(axes: Axes, budget_bytes: int | None) -> str:
+    """The top, the middle, and the budget."""
+    found = [(axes.top_bytes, format_bytes(axes.top_bytes)), (axes.top_bytes // 2, format_bytes(axes.top_bytes // 2))]
+    if budget_bytes is not None:
+        found.append((budget_bytes, f"budget {format_bytes(budget_bytes)}"))
+    return "".join(
+        f'<span class="y" style="top:{axes.y(nbytes) / HEIGHT:.1%}{";left:auto;right:0" * (n == 2)}">{text}</span>'
+        for n, (nbytes, text) in enumerate(found)
+    )
+
+
+def _x_labels(axes: Axes, is_timed: bool) -> str:
+    shown = seconds(axes.seconds) if is_timed else f"{axes.seconds:.0f} actions"
+    return f'<span class="x" style="right:0">{shown}</span>'
+
+
+def seconds(value: float) -> str:
+    """1.5 s, 20.1 ms, 3.0 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def _lanes(run: Run, axes: Axes) -> Iterable[str]:
+    yield legend((name, name) for name in LANES)
+    yield box("compute", compute_lane(run, axes))
+    streams = dict.fromkeys(span.stream for span in run.result.spans if span.stream != "compute")
+    for stream in streams:
+        spans = [(span.start_s, span.end_s) for span in run.result.spans if span.stream == stream]
+        busy = sum(last - first for first, last in spans)
+        yield box(f"{stream.replace('_', ' ')}, {seconds(busy)}", lane({"transfer": spans}, axes))
+
+
+def box(name: str, image: str) -> str:
+    """A lane with its name above it."""
+    return f'<div class="lane"><span>{html.escape(name)}</span><div>{image}</div></div>'
+
+
+def _saved(plan: Plan) -> str:
+    groups, left = by_module(plan), _NUM_ROWS
+    parts = []
+    for group in groups:
+        parts.append(_group(group, left))
+        left = max(0, left - len(group.rows))
+    return "".join(parts) or "<p>Nothing: backward needs only what is given.</p>"
+
+
+def _group(group: Group, limit: int) -> str:
+    sums = [(decision, group.bytes_of(decision)) for decision in ("keep", "recompute", "offload")]
+    shown = ", ".join(f'<span class="{d}">{d}</span> {format_bytes(nbytes)}' for d, nbytes in sums if nbytes)
+    count = f" &times; {group.count}" * (group.count > 1)
+    extra = f", {seconds(group.seconds)} more" if group.seconds else ""
+    rest = len(group.rows) - limit
+    more = f"<p>and {rest} more</p>" if rest > 0 else ""
+    return (
+        f"<details><summary><code>{html.escape(module_shown(group.name))}</code>{count} "
+        f'<span class="sum">{format_bytes(group.nbytes)}: {shown}{extra}</span></summary>'
+        f"{table(_OF_VALUES, map(_cells, group.rows[:limit]))}"
+        f"{more}</details>"
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    decision = f'<span class="{row.decision}">{row.decision}</span>'
+    value = f"<code>{html.escape(row.value)}</code> {html.escape(row.target)}"
+    cells = [html.escape(row.module), value, format_bytes(row.nbytes), decision, seconds(row.seconds)]
+    return [*cells, html.escape(row.reason), html.escape(line_of(row.source))]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; a heading that begins with # is of a column of numbers, with = of words that are not broken."""
+    kinds = [_COLUMNS.get(name[0], "") for name in head]
+    titles = "".join(f"<th{kind}>{name.lstrip('#=')}</th>" for name, kind in zip(head, kinds, strict=True))
+    lines = (
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    plain = ' class="plain"' * all(name.startswith("#") for name in head)
+    return f"<table{plain}><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _standing(plan: Plan) -> str:
+    rows = standing_at_peak(plan)
+    shown = [
+        [format_bytes(row.nbytes), f"<code>{html.escape(row.name)}</code>", row.kind, html.escape(row.module),
+         html.escape(short_source(row.source))]
+        for row in rows[:_NUM_STANDING]
+    ]  # fmt: skip
+    rest = rows[_NUM_STANDING:]
+    more = f"<p>and {len(rest)} more, {format_bytes(sum(row.nbytes for row in rest))} together</p>" if rest else ""
+    return table(["#bytes", "what", "=kind", "module", "line"], shown) + more
+
+
+def _frontier(page: Page, points: Sequence[Point], plan: Plan) -> str:
+    """Extra time and its bound over the budget, as a picture and in numbers."""
+    low, high = points[0].budget_bytes, max(points[-1].budget_bytes, points[0].budget_bytes + 1)
+    most = max(max(point.extra_s for point in points), 1e-12)
+
+    def at(nbytes: int, extra_s: float) -> tuple[float, float]:
+        return 1000 * (nbytes - low) / (high - low), HEIGHT * (1 - extra_s / (1.05 * most))
+
+    chosen = next(point for point in points if point.is_chosen)
+    x, y = at(chosen.budget_bytes, chosen.extra_s)
+    curves = [
+        step_curve([at(p.budget_bytes, p.bound_s) for p in points], "wait", is_dashed=True),
+        step_curve([at(p.budget_bytes, p.extra_s) for p in points], "backward"),
+        f'<path class="curve" stroke="var(--budget)" d="M{x:.1f} {HEIGHT}V{y:.1f}"/>',
     ]
-    page = f"<!doctype html><meta charset=utf-8><title>fxmem plan</title><style>{_STYLE}</style>{''.join(body)}"
-    path.write_text(page)
+    labels = (
+        f'<span class="y" style="top:0">{_percent(most, plan)} more time</span><span class="x" style="left:0">'
+        f'{format_bytes(low)}</span><span class="x" style="right:0">{format_bytes(high)}</span>'
+    )
+    image = page.chart(svg(1000, HEIGHT, curves, "extra time over the budget"), labels, kind="low")
+    rows = [
+        [format_bytes(p.budget_bytes) + " (this plan)" * p.is_chosen, format_bytes(p.peak_bytes),
+         _percent(p.extra_s, plan), _percent(p.bound_s, plan)]
+        for p in points
+    ]  # fmt: skip
+    note = "<p>Dashed: no plan of this graph adds less. Points beside this plan are planned with little effort.</p>"
+    return image + note + table(["#budget", "#predicted peak", "#extra time", "#lower bound"], rows)
 
 
-def _timeline(plan: Plan) -> go.Figure:
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.75, 0.25], vertical_spacing=0.06)
-    baseline = simulate(plan.program, baseline_actions(reduce_program(plan.program)))
-    for name, result in (("no plan", baseline), (plan.planner, plan.simulation)):
-        steps = {span.step: span.start_s for span in result.spans if span.stream == "compute"}
-        figure.add_scatter(
-            x=list(steps.values()),
-            y=[int(result.bytes_at[step]) / 2**20 for step in steps],
-            name=name,
-            line={"shape": "hv"},
-            row=1,
-            col=1,
-        )
-    if plan.budget_bytes is not None:
-        figure.add_hline(plan.budget_bytes / 2**20, line_dash="dash", annotation_text="budget", row=1, col=1)
-    _add_streams(figure, plan.simulation)
-    figure.update_yaxes(title_text="MiB", row=1, col=1)
-    figure.update_xaxes(title_text="simulated seconds", row=2, col=1)
-    figure.update_layout(height=600, margin={"t": 30}, barmode="overlay")
-    return figure
-
-
-def _add_streams(figure: go.Figure, result: SimResult) -> None:
-    for stream in dict.fromkeys(span.stream for span in result.spans):
-        spans = [span for span in result.spans if span.stream == stream]
-        figure.add_bar(
-            base=[span.start_s for span in spans],
-            x=[span.end_s - span.start_s for span in spans],
-            y=[stream] * len(spans),
-            orientation="h",
-            name=stream,
-            showlegend=False,
-            row=2,
-            col=1,
-        )
-
-
-def _table(head: list[str], rows: list[tuple[str, ...]]) -> str:
-    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = ("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"
+def _percent(extra_s: float, plan: Plan) -> str:
+    return f"{extra_s / plan.baseline_s:.2%}" if plan.baseline_s else seconds(extra_s)

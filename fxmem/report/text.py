@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fxmem.planners.plan import Plan
 from fxmem.report.decisions import saved_tensors, standing_at_peak
+from fxmem.report.names import short_source
 from fxmem.schedule import Offload, Recompute
 from fxmem.units import format_bytes
 
@@ -35,12 +36,12 @@ def figures(plan: Plan) -> Table:
 
 def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
     """(name, value) of every figure of the plan."""
-    base_s = plan.baseline_s or 1.0
+    base_s, base_bytes = plan.baseline_s or 1.0, plan.baseline_peak_bytes or 1
     moved = plan.simulation.bytes_moved
     rows: list[tuple[str, ...]] = [
         ("peak with no plan", format_bytes(plan.baseline_peak_bytes)),
         ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)),
-        ("predicted peak", f"{format_bytes(plan.peak_bytes)} ({plan.peak_bytes / plan.baseline_peak_bytes:.1%})"),
+        ("predicted peak", f"{format_bytes(plan.peak_bytes)} ({plan.peak_bytes / base_bytes:.1%})"),
         ("op time of a step", f"{plan.baseline_s * 1e3:.2f} ms"),
         ("extra time", f"{plan.extra_s * 1e3:.2f} ms ({plan.extra_s / base_s:.2%})"),
         ("lower bound on it", f"{plan.lower_bound_s * 1e3:.2f} ms (gap {plan.gap:.2%} of the step)"),
@@ -55,10 +56,11 @@ def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
 def _peak_table(plan: Plan) -> Table:
     table = Table(title="what stands at the peak", title_justify="left")
     for name in ("bytes", "what", "kind", "source"):
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="ellipsis", no_wrap=True)
+        width = {"bytes": 10, "kind": 9}.get(name)
+        table.add_column(name, justify="right" if width == 10 else "left", no_wrap=True, min_width=width)
     rows = standing_at_peak(plan)
     for row in rows[:NUM_ROWS]:
-        table.add_row(format_bytes(row.nbytes), row.name, row.kind, row.source)
+        table.add_row(format_bytes(row.nbytes), row.name, row.kind, short_source(row.source))
     if len(rows) > NUM_ROWS:
         rest = rows[NUM_ROWS:]
         table.add_row(format_bytes(sum(row.nbytes for row in rest)), f"{len(rest)} more", "", "")

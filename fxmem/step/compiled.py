@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
+from fxmem.report.html import write_html
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.fission import cheapest
@@ -132,6 +134,12 @@ class Step:
             known.is_improved = known.is_verified = known.is_least = False
         if isinstance(limit, float) and self._known:
             self._fix_fraction(max(known.unplanned_bytes for known in self._known.values()))
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page with the plans of all kinds of steps seen so far. Raises LookupError before the first."""
+        self._settle()
+        plans = {id(kind.plan): kind.plan for kind in self._known.values()}
+        write_html(list(plans.values()) or [self.plan], Path(path))
 
     # running
 

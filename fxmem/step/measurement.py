@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -30,27 +30,33 @@ _MARK = "fxmem.mark"
 
 @dataclass(frozen=True)
 class Measurement:
-    """`peak_bytes`: most bytes allocated at once on `device`. `seconds`: wall time, the device idle at both ends."""
+    """`peak_bytes`: most bytes allocated at once on `device`. `seconds`: wall time, the device idle at both ends.
+
+    `events`, if asked for: (address, bytes) of every allocation (> 0) and release (< 0); first, at address 0, the bytes
+    that stood at the start.
+    """
 
     peak_bytes: int
     seconds: float
     device: str = "cpu"
+    events: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return f"peak {format_bytes(self.peak_bytes)} on {self.device}, {self.seconds:.3f} s"
 
 
-def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> Measurement:
+def measure(fn: Callable[[], Any], device: torch.device | str | None = None, *, events: bool = False) -> Measurement:
     """Call `fn` once and return its peak on `device` (default: CUDA if `fn` holds tensors there, else the CPU).
 
     CPU: bytes of the tensors that `fn` holds when it starts (`held_tensors.reachable_tensors`; other models in the
     process don't count) plus what this thread allocates on top. CUDA: `max_memory_allocated` of the device.
-    May be nested. Raises FxmemError inside somebody else's profiler, which would see nothing of the CPU's memory.
+    `events`: note every allocation and release, too (CPU). May be nested. Raises FxmemError inside somebody else's
+    profiler, which would see nothing of the CPU's memory.
     """
     tensors = reachable_tensors(fn)
     device = torch.device(device) if device is not None else device_of(tensors)
     resident_bytes = sum(storages(tensors, device).values())
-    with MemoryTrace(device, watched=tensors) as trace:
+    with MemoryTrace(device, watched=tensors, keeps_events=events) as trace:
         del tensors
         started = time.perf_counter()
         fn()
@@ -59,7 +65,8 @@ def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> 
     if trace.peak_delta_bytes is None:
         raise FxmemError("can't measure memory inside another profiler: measure outside of it")
     peak_bytes = trace.peak_allocated_bytes if device.type == "cuda" else resident_bytes + trace.peak_delta_bytes
-    return Measurement(peak_bytes, seconds, str(device))
+    log = ((0, resident_bytes), *trace.events) if trace.events else ()
+    return Measurement(peak_bytes, seconds, str(device), log)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class MemoryTrace:
 
     `peak_delta_bytes`: None until the end, and for good if another profiler was active at `begin` or ended the trace's
     session, or the trace was abandoned. `watched`: tensors whose death in between is to be noticed (CPU).
-    `owner`: whose marks it takes.
+    `owner`: whose marks it takes. `keeps_events`: `events` has every allocation and release at the end (CPU).
     """
 
     def __init__(
@@ -96,10 +103,13 @@ class MemoryTrace:
         device: torch.device | str = "cpu",
         watched: Iterable[Tensor] = (),
         owner: int | None = None,
+        keeps_events: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.owner = owner
         self.marks: list[Mark] = []
+        self.events: list[tuple[int, int]] = []
+        self._keeps_events = keeps_events
         self.peak_delta_bytes: int | None = None
         self.peak_allocated_bytes = 0
         self._watched: Iterable[Tensor] = list(watched)
@@ -113,7 +123,7 @@ class MemoryTrace:
         elif _recorder.is_blocked():
             return False
         else:
-            self._log = _CpuLog(watched, self.owner)
+            self._log = _CpuLog(watched, self.owner, self.events if self._keeps_events else None)
         del watched
         self._log.begin()
         return True
@@ -154,7 +164,10 @@ class MemoryTrace:
 class _CpuLog:
     """One trace's view of the shared recorder: bytes above the start, by address."""
 
-    def __init__(self, watched: Iterable[Tensor], owner: int | None) -> None:
+    def __init__(
+        self, watched: Iterable[Tensor], owner: int | None, events: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.events = events
         self.live: dict[int, int] = {}
         self.level = self.peak = self._peak_since = 0
         self.owner, self._num_foreign = owner, 0
@@ -182,6 +195,8 @@ class _CpuLog:
 
     def feed(self, log: Iterable[tuple[str, int, int]]) -> None:
         for name, address, nbytes in log:
+            if self.events is not None and nbytes:
+                self.events.append((address, nbytes))
             if name.startswith(_GONE):
                 self.level -= int(name.split()[1])
             elif name.startswith(_MARK):

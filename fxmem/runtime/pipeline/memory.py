@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -206,8 +206,18 @@ class RankBytes:
     shared: Mapping[str, tuple[int, ...]]
 
 
+class Moment(NamedTuple):
+    """One action of a rank: `peak_bytes` stand at most while it runs, `level_bytes` after it."""
+
+    stage: int
+    kind: str
+    microbatch: int
+    peak_bytes: int
+    level_bytes: int
+
+
 class RankPlay:
-    """Plays one rank's row of actions; `peak_bytes` is the most that stands at once."""
+    """Plays one rank's row of actions. `peak_bytes`: the most that stands at once; `moments`: at each action."""
 
     def __init__(
         self,
@@ -219,7 +229,8 @@ class RankPlay:
         beside: RankBytes,
     ) -> None:
         self.rank, self.rank_of, self.stages, self.canonical, self.beside = rank, rank_of, stages, canonical, beside
-        self.level = self.peak_bytes = beside.fixed_bytes
+        self.level = self.peak_bytes = self._peak_since = beside.fixed_bytes
+        self.moments = [Moment(-1, "start", -1, self.level, self.level)]
         self.held: Counter[Held] = Counter()
         self.posted: dict[Message, tuple[list[Held], int]] = {}
         self.has_gradient = set(beside.with_gradient) - set(beside.shared)
@@ -241,6 +252,8 @@ class RankPlay:
             elif kind == "W":
                 self._weights(stage, chunk)
             self._stands(0)
+            self.moments.append(Moment(stage, kind, chunk, self._peak_since, self.level))
+            self._peak_since = self.level
         for message in list(self.posted):
             self._arrived(message)
         sums = [n for n, ranks in self.beside.shared.items() if ranks[0] == self.rank and n in self.has_gradient]
@@ -248,6 +261,7 @@ class RankPlay:
 
     def _stands(self, more: int) -> None:
         self.peak_bytes = max(self.peak_bytes, self.level + more)
+        self._peak_since = max(self._peak_since, self.level + more)
 
     def _name(self, stage: int, chunk: int, key: int) -> Held:
         """A message within the rank is the same tensor in both stages, if its layout is right."""
