@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import types
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -639,6 +640,14 @@ def pipelining() -> Any:
     return schedules
 
 
+def flatten_with_spec(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any]:
+    """As `flatten`, and the structure as something that can be compared and hashed."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, spec = tree_flatten(tree)
+    return leaves, lambda new: tree_unflatten(new, spec), repr(spec)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Leaves of a nested structure, and what builds the same structure from other leaves."""
     from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -674,3 +683,88 @@ def transfers_of(actions: Iterable[Any]) -> list[tuple[int, str, int]]:
     flat = [part for action in actions for part in (action.sub_actions or (action,))]
     chosen = (a for a in flat if a.microbatch_index is not None)
     return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in chosen]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what it shares memory with, was written to in place; an inference tensor has no count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def write_back(tensor: torch.Tensor, value: torch.Tensor, version: int) -> None:
+    """Give `tensor` the bytes and the version counter that it once had: autograd sees no change."""
+    tensor.detach().data.copy_(value)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+InsteadOfBackward = Callable[[Any, Callable[..., Any], list[Any]], Any]
+"""(node, compiled backward, gradients of the outputs) -> gradients of the inputs. The list may be emptied."""
+
+
+def replace_backward(node: Any, instead: InsteadOfBackward) -> None:
+    """Let `instead` run for the autograd node of a call of compiled code; `compiled(grads)` is what would have run."""
+    node.fxmem_backward = instead
+    kind = type(node)._forward_cls
+    if hasattr(kind, "fxmem_compiled_backward"):
+        return
+    compiled = kind.fxmem_compiled_backward = kind.backward
+    is_boxed = getattr(kind, "boxed_grads_call", False)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        def run(of_outputs: list[Any]) -> Any:
+            return compiled(ctx, of_outputs) if is_boxed else compiled(ctx, *of_outputs)
+
+        found = getattr(ctx, "fxmem_backward", None)
+        of_outputs = grads[0] if is_boxed else list(grads)
+        del grads
+        return run(of_outputs) if found is None else found(ctx, run, of_outputs)
+
+    kind.backward = staticmethod(backward)
+
+
+def autocast_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes a context in which autocast is as it is now."""
+    then = autocast_state()
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for (kind, enabled, dtype), now in zip(then, autocast_state(), strict=True):
+                if now != (kind, enabled, dtype):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
+
+    return restored
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Of each type of device: is autocast on, and to which dtype?"""
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda"))
+
+
+def fakes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A fake of each tensor, all of one mode and of fixed sizes; fakes are themselves."""
+    mode = detect_fake_mode(list(tensors)) or FakeTensorMode(allow_non_fake_inputs=True)
+    return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+def as_dynamo_gives(
+    body: torch.nn.Module, fakes: Sequence[torch.Tensor], sources: Sequence[str], num_static: int
+) -> fx.GraphModule:
+    """A graph that calls `body` on all inputs, annotated as Dynamo annotates its graphs.
+
+    `sources`: where each input comes from, as Dynamo writes it. The first `num_static` are parameters and buffers.
+    """
+    graph = fx.Graph()
+    inputs = []
+    for i, (fake, source) in enumerate(zip(fakes, sources, strict=True)):
+        node = graph.placeholder(f"input_{i}")
+        node.meta["example_value"] = fake
+        node.meta["grapharg"] = types.SimpleNamespace(source=types.SimpleNamespace(name=source))
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if i < num_static else {}
+        node._dynamo_source = None  # type: ignore[attr-defined]
+        inputs.append(node)
+    graph.output(graph.call_module("body", tuple(inputs)))
+    module = fx.GraphModule({"body": body}, graph)
+    module.meta["dynamo_compile_id"] = None
+    module._param_name_to_source = {}
+    return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,14 +15,15 @@ from torch import Tensor, fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.draws import drawing_devices
 from fxmem.capture.joint import target_name
 from fxmem.errors import PlanMismatch
-from fxmem.ir.program import Program
+from fxmem.ir.program import Op, Program
 from fxmem.options import Settings
 from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers
 from fxmem.planners.plan import Plan
-from fxmem.schedule import StartBackward
+from fxmem.schedule import Compute, Recompute, StartBackward
 from fxmem.step.graph_plan import annotated_program
 from fxmem.step.lower import backend, split
 from fxmem.step.measurement import paused
@@ -32,11 +33,15 @@ _numbers = itertools.count()
 
 @dataclass
 class Variant:
-    """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward."""
+    """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward.
+
+    `rereads`: see `Graph.rereads`.
+    """
 
     plan: Plan | None
     code: Callable[..., Any]
     transfers: Transfers | None = None
+    rereads: frozenset[int] = frozenset()
 
     @property
     def saved_bytes(self) -> int:
@@ -60,6 +65,8 @@ class Graph:
         self.module, self.settings = module, settings
         self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.break_reason = compat.graph_break(module)
+        self.autocast = compat.autocast_now()
+        self.pinned: frozenset[int] = frozenset()
         self.joint: JointGraph | None = None
         self.program: Program | None = None
         self.variants: list[Variant] = []
@@ -98,7 +105,8 @@ class Graph:
             else:
                 with compat.retracing(self.fake_inputs):
                     code = compile_(self.module, self.fake_inputs)
-        variant = Variant(chosen[-1] if chosen else None, code, self._transfers)
+        rereads = self.rereads(chosen[-1]) if chosen else frozenset()
+        variant = Variant(chosen[-1] if chosen else None, code, self._transfers, rereads)
         self.variants.append(variant)
         return variant
 
@@ -107,6 +115,20 @@ class Graph:
         self.variants = [v for v in self.variants if v.code is not variant.code]
         if variant.transfers is not None:
             variant.transfers.retire()
+
+    def pin(self, positions: Iterable[int]) -> None:
+        """Nothing is to be computed again from these inputs: the caller overwrites them before backward."""
+        program = self.captured[1]
+        self.pinned |= frozenset(positions)
+        storages = {s for op, i in self.inputs if i in self.pinned for s in program.ops[op].storages}
+        self.program = read_once(program, storages)
+
+    def rereads(self, plan: Plan) -> frozenset[int]:
+        """Positions of inputs that backward reads under `plan`, and would not read with everything saved."""
+        again = _read_in_backward(plan) - {
+            s for op in plan.program.ops if op.region == "backward" for s in plan.program.reads(op)
+        }
+        return frozenset(i for op, i in self.inputs if again.intersection(plan.program.ops[op].storages))
 
     def _see(self, joint: JointGraph) -> None:
         self.joint = joint
@@ -125,6 +147,8 @@ class Graph:
         """The code that runs `plan`, compiled unless there is some that runs the same actions."""
         for variant in self.variants:
             known = variant.plan
+            if variant.rereads & self.pinned:
+                continue
             if known is not None and known.actions == plan.actions and known.program.released == plan.program.released:
                 return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
@@ -134,6 +158,16 @@ class Graph:
         if self.program is None or not self.program.is_symbolic:
             return {}
         return compat.symbol_values(self.fake_inputs, args)
+
+    @cached_property
+    def drawing_devices(self) -> frozenset[torch.device]:
+        """Devices from whose generators the graph draws."""
+        return drawing_devices(self.captured[0].nodes)
+
+    def input_name(self, position: int) -> str:
+        """Where input number `position` comes from, for an error's text."""
+        node = self.module.graph.find_nodes(op="placeholder")[position]
+        return compat.placeholder_source(node) or str(node.name)
 
     @cached_property
     def inputs(self) -> list[tuple[int, int]]:
@@ -149,6 +183,26 @@ class Graph:
     def gradients(self) -> dict[int, int]:
         """See `gradients_of`."""
         return gradients_of(*self.captured)
+
+
+def read_once(program: Program, storages: Set[int]) -> Program:
+    """`program` in which no op that reads one of `storages` may run again."""
+
+    def pinned(op: Op) -> Op:
+        reads = not program.is_folded(op) and storages.intersection(program.reads(op))
+        if op.is_input or op.region == "backward" or not reads:
+            return op
+        args = op.args[:-1] if program.state_op(op) is not None else op.args
+        return replace(op, args=args, recomputable=False)
+
+    return replace(program, ops=tuple(map(pinned, program.ops)))
+
+
+def _read_in_backward(plan: Plan) -> set[int]:
+    """Storages that the backward of `plan` reads, views left out."""
+    program, boundary = plan.program, plan.actions.index(StartBackward())
+    ops = [program.ops[a.op] for a in plan.actions[boundary:] if isinstance(a, (Compute, Recompute))]
+    return {s for op in ops if not program.is_folded(op) for s in program.reads(op)}
 
 
 def inputs_of(joint: JointGraph) -> list[tuple[int, int]]:

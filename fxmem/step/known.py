@@ -44,8 +44,10 @@ class Known:
 
     @property
     def is_alive(self) -> bool:
-        """Are its graphs still those that Dynamo runs?"""
-        return all(graph() is not None for graph in self.graphs)
+        """Are its graphs still those that Dynamo runs, and may they be run as its plan says?"""
+        found = [ref() for ref in self.graphs]
+        pairs = zip(found, self.variants, strict=True)
+        return all(graph is not None and not variant.rereads & graph.pinned for graph, variant in pairs)
 
     @property
     def is_plain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -314,3 +315,33 @@ def test_somebody_elses_profiler_sees_the_whole_first_step():
     module.zero_grad()
     run(step, args)
     assert step.step.measured_peak_bytes == step.plan.peak_bytes
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trainable one of low rank beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_parameters_that_come_after_a_step_count_and_old_ones_are_let_go():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget="4MiB", **QUICK)
+    run(step, args)
+    gone = weakref.ref(module.blocks[0][3].weight)
+    module.zero_grad()
+    module.blocks[0][3] = nn.Linear(128, 32)
+    for block in module.blocks:
+        block[1] = Adapted(block[1])
+    gc.collect()
+    for _ in range(2):  # gradients add up: those that exist count
+        run(step, args)
+    assert {id(p) for p in step.step.parameters} == {id(p) for p in module.parameters()}
+    assert gone() is None
+    existing = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    assert step.step._gradient_bytes == existing
