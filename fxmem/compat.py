@@ -761,10 +761,10 @@ def as_dynamo_gives(
         node.meta["example_value"] = fake
         node.meta["grapharg"] = types.SimpleNamespace(source=types.SimpleNamespace(name=source))
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if i < num_static else {}
-        node._dynamo_source = None  # type: ignore[attr-defined]
+        node._dynamo_source = None
         inputs.append(node)
     graph.output(graph.call_module("body", tuple(inputs)))
     module = fx.GraphModule({"body": body}, graph)
     module.meta["dynamo_compile_id"] = None
-    module._param_name_to_source = {}
+    module.__dict__["_param_name_to_source"] = {}
     return module

@@ -81,7 +81,7 @@ class Known:
         """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""
         own = with_numbers(self.program(0), self.values[0])
         more = self.plan.peak_bytes - simulate(own, self.plan_actions, self.plan.machine).peak_bytes
-        sizes = [sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own, program)]
+        sizes = [sum(n for s, n in enumerate(p.nbytes()) if s not in p.resident) for p in (own, program)]
         return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
 
     @property
