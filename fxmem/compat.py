@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -28,6 +30,8 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import aot_autograd as aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, graph_compile, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -595,6 +599,73 @@ def retracing(example_inputs: Sequence[Any]) -> Iterator[None]:
     """What AOTAutograd needs of Dynamo around it, when a graph that Dynamo captured before is compiled again."""
     with tracing(TracingContext(detect_fake_mode(example_inputs))):
         yield
+
+
+class AotTrace:
+    """What AOTAutograd traced of one graph, so that another partition of it is compiled without tracing again."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Any, Any, fx.GraphModule, Sequence[Any]] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._made is not None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what is traced inside."""
+        second_stage = getattr(aot, "aot_stage2_compile", None)
+        if second_stage is None:
+            yield
+            return
+
+        def keep(state: Any, captured: Any, partition_fn: Any, *compilers: Any) -> Any:
+            if state.needs_autograd:
+                kept = dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
+                self._made = copy.copy(state), kept, _own_containers(state.fw_metadata), compilers
+            return second_stage(state, captured, partition_fn, *compilers)
+
+        with unittest.mock.patch.object(aot, "aot_stage2_compile", keep):
+            yield
+
+    def compiled(self, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Code that runs what `partition_fn` makes of the joint graph."""
+        assert self._made is not None
+        state, captured, metadata, compilers = self._made
+        state, captured = copy.copy(state), dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
+        state.fw_metadata = _own_containers(metadata)
+        mode = detect_fake_mode(state.flat_args)
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(mode)
+                if mode.shape_env is not None:
+                    stack.enter_context(enable_python_dispatcher())
+            run, _ = aot.aot_stage2_compile(state, captured, partition_fn, *compilers)
+
+        def forward(*args: Any) -> Any:
+            return run(list(args))
+
+        return forward
+
+
+def _own_containers(value: Any) -> Any:
+    """A copy of `value` whose lists, dicts and sets can be changed apart from it."""
+    made = copy.copy(value)
+    for name, held in vars(value).items():
+        if isinstance(held, (list, dict, set)):
+            made.__dict__[name] = copy.copy(held)
+    return made
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` with a graph of its own: the same nodes, whose metadata can be changed apart."""
+    graph = fx.Graph()
+    found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    value, output = found
+    graph.output(value).meta = copy.copy(output.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
 
 
 def min_cut_partition(

@@ -67,6 +67,7 @@ class Graph:
         self.break_reason = compat.graph_break(module)
         self.autocast = compat.autocast_now()
         self.pinned: frozenset[int] = frozenset()
+        self._trace = compat.AotTrace()
         self.joint: JointGraph | None = None
         self.program: Program | None = None
         self.variants: list[Variant] = []
@@ -86,7 +87,7 @@ class Graph:
     def compile(self, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
         """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch.
 
-        `example_inputs`: Dynamo's, at the first time; later AOTAutograd runs again on the graph that Dynamo gave.
+        `example_inputs`: Dynamo's, at the first time; later what AOTAutograd traced then is partitioned anew.
         """
         chosen: list[Plan] = []
 
@@ -98,7 +99,7 @@ class Graph:
             return self._lowered(joint, plan)
 
         key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
-        compile_ = backend(partition, self.settings.inner, key)
+        compile_ = backend(partition, self.settings.inner, key, trace=self._trace)
         with paused():
             if example_inputs is not None:
                 code = compile_(self.module, example_inputs)

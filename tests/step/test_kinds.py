@@ -345,3 +345,24 @@ def test_parameters_that_come_after_a_step_count_and_old_ones_are_let_go():
     assert gone() is None
     existing = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     assert step.step._gradient_bytes == existing
+
+
+def test_another_plan_of_a_graph_is_compiled_without_tracing_again(monkeypatch):
+    traced, again = [], []
+    compiled = compat.AotTrace.compiled
+    monkeypatch.setattr(compat.AotTrace, "compiled", lambda *args: (again.append(1), compiled(*args))[1])
+    stage = compat.aot.aot_stage1_graph_capture
+    monkeypatch.setattr(compat.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
+    module, _ = blocks(num_blocks=2, dropout=0.1)
+    batches = [tuple(torch.randn(rows, 32) for _ in range(2)) for rows in (64, 48, 96, 128)]
+    budget = int(0.8 * peak_of(module, lambda: run(module, batches[-1])))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for args in (*batches, *batches):
+        torch.manual_seed(0)
+        run(step, args)
+        found = gradients(module)
+        torch.manual_seed(0)
+        run(module, args)
+        torch.testing.assert_close(found, gradients(module), rtol=1e-5, atol=1e-7)
+    assert again
+    assert len(traced) == 2, "once for the first size, once for all others"
