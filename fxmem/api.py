@@ -55,7 +55,8 @@ def plan(
     made = settings(budget, **options)
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
-    joints = capture(with_loss(model, made.loss_fn), args, kwargs, dynamic=bool(made.dynamic))
+    function = with_loss(model, made.loss_fn)
+    joints = capture(function, args, kwargs, dynamic=bool(made.dynamic), frontend=made.capture)
     resident_bytes = functools.partial(_resident_bytes, model, made)
     return plan_captured(joints, made, made.budget, resident_bytes, may_run=_all_real(model, args, kwargs))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import logging
 import os
+import types
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +30,8 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import aot_autograd as aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, graph_compile, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
@@ -596,6 +601,73 @@ def retracing(example_inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+class AotTrace:
+    """What AOTAutograd traced of one graph, so that another partition of it is compiled without tracing again."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Any, Any, fx.GraphModule, Sequence[Any]] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._made is not None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what is traced inside."""
+        second_stage = getattr(aot, "aot_stage2_compile", None)
+        if second_stage is None:
+            yield
+            return
+
+        def keep(state: Any, captured: Any, partition_fn: Any, *compilers: Any) -> Any:
+            if state.needs_autograd:
+                kept = dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
+                self._made = copy.copy(state), kept, _own_containers(state.fw_metadata), compilers
+            return second_stage(state, captured, partition_fn, *compilers)
+
+        with unittest.mock.patch.object(aot, "aot_stage2_compile", keep):
+            yield
+
+    def compiled(self, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Code that runs what `partition_fn` makes of the joint graph."""
+        assert self._made is not None
+        state, captured, metadata, compilers = self._made
+        state, captured = copy.copy(state), dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
+        state.fw_metadata = _own_containers(metadata)
+        mode = detect_fake_mode(state.flat_args)
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(mode)
+                if mode.shape_env is not None:
+                    stack.enter_context(enable_python_dispatcher())
+            run, _ = aot.aot_stage2_compile(state, captured, partition_fn, *compilers)
+
+        def forward(*args: Any) -> Any:
+            return run(list(args))
+
+        return forward
+
+
+def _own_containers(value: Any) -> Any:
+    """A copy of `value` whose lists, dicts and sets can be changed apart from it."""
+    made = copy.copy(value)
+    for name, held in vars(value).items():
+        if isinstance(held, (list, dict, set)):
+            made.__dict__[name] = copy.copy(held)
+    return made
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` with a graph of its own: the same nodes, whose metadata can be changed apart."""
+    graph = fx.Graph()
+    found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    value, output = found
+    graph.output(value).meta = copy.copy(output.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
+
+
 def min_cut_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int], budget: float
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -639,6 +711,14 @@ def pipelining() -> Any:
     return schedules
 
 
+def flatten_with_spec(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any]:
+    """As `flatten`, and the structure as something that can be compared and hashed."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, spec = tree_flatten(tree)
+    return leaves, lambda new: tree_unflatten(new, spec), repr(spec)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Leaves of a nested structure, and what builds the same structure from other leaves."""
     from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -674,3 +754,88 @@ def transfers_of(actions: Iterable[Any]) -> list[tuple[int, str, int]]:
     flat = [part for action in actions for part in (action.sub_actions or (action,))]
     chosen = (a for a in flat if a.microbatch_index is not None)
     return [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in chosen]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what it shares memory with, was written to in place; an inference tensor has no count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def write_back(tensor: torch.Tensor, value: torch.Tensor, version: int) -> None:
+    """Give `tensor` the bytes and the version counter that it once had: autograd sees no change."""
+    tensor.detach().data.copy_(value)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+InsteadOfBackward = Callable[[Any, Callable[..., Any], list[Any]], Any]
+"""(node, compiled backward, gradients of the outputs) -> gradients of the inputs. The list may be emptied."""
+
+
+def replace_backward(node: Any, instead: InsteadOfBackward) -> None:
+    """Let `instead` run for the autograd node of a call of compiled code; `compiled(grads)` is what would have run."""
+    node.fxmem_backward = instead
+    kind = type(node)._forward_cls
+    if hasattr(kind, "fxmem_compiled_backward"):
+        return
+    compiled = kind.fxmem_compiled_backward = kind.backward
+    is_boxed = getattr(kind, "boxed_grads_call", False)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        def run(of_outputs: list[Any]) -> Any:
+            return compiled(ctx, of_outputs) if is_boxed else compiled(ctx, *of_outputs)
+
+        found = getattr(ctx, "fxmem_backward", None)
+        of_outputs = grads[0] if is_boxed else list(grads)
+        del grads
+        return run(of_outputs) if found is None else found(ctx, run, of_outputs)
+
+    kind.backward = staticmethod(backward)
+
+
+def autocast_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes a context in which autocast is as it is now."""
+    then = autocast_state()
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for (kind, enabled, dtype), now in zip(then, autocast_state(), strict=True):
+                if now != (kind, enabled, dtype):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
+
+    return restored
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Of each type of device: is autocast on, and to which dtype?"""
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda"))
+
+
+def fakes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A fake of each tensor, all of one mode and of fixed sizes; fakes are themselves."""
+    mode = detect_fake_mode(list(tensors)) or FakeTensorMode(allow_non_fake_inputs=True)
+    return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+def as_dynamo_gives(
+    body: torch.nn.Module, fakes: Sequence[torch.Tensor], sources: Sequence[str], num_static: int
+) -> fx.GraphModule:
+    """A graph that calls `body` on all inputs, annotated as Dynamo annotates its graphs.
+
+    `sources`: where each input comes from, as Dynamo writes it. The first `num_static` are parameters and buffers.
+    """
+    graph = fx.Graph()
+    inputs = []
+    for i, (fake, source) in enumerate(zip(fakes, sources, strict=True)):
+        node = graph.placeholder(f"input_{i}")
+        node.meta["example_value"] = fake
+        node.meta["grapharg"] = types.SimpleNamespace(source=types.SimpleNamespace(name=source))
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if i < num_static else {}
+        node._dynamo_source = None
+        inputs.append(node)
+    graph.output(graph.call_module("body", tuple(inputs)))
+    module = fx.GraphModule({"body": body}, graph)
+    module.meta["dynamo_compile_id"] = None
+    module.__dict__["_param_name_to_source"] = {}
+    return module

@@ -25,6 +25,7 @@ from fxmem.planners.plan import Plan
 from fxmem.schedule.actions import TIERS, Tier
 
 Inner = Literal["eager", "inductor"]
+Capture = Literal["dynamo", "trace"]
 _LOGGER = logging.getLogger("fxmem")
 
 
@@ -35,6 +36,7 @@ class OptionDict(TypedDict, total=False):
     tiers: str | Sequence[str]
     offload_dir: str | Path | None
     inner: Inner
+    capture: Capture
     optimizer: torch.optim.Optimizer | None
     loss_fn: Callable[..., Any] | None
     dynamic: bool | None
@@ -50,8 +52,9 @@ class Settings:
 
     `budget`: see `fxmem.budget.Budget`. `planner`: a registered name. `tiers`: where saved tensors may be offloaded to
     ("auto": the host, and the disk if its folder can be used).
-    `offload_dir`: folder of the disk tier. `inner`: who runs the rewritten graph. `optimizer`: its state counts
-    against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
+    `offload_dir`: folder of the disk tier. `inner`: who runs the rewritten graph.
+    `capture`: "dynamo", or "trace" for models that break into many graphs (see `fxmem.capture.traced`).
+    `optimizer`: its state counts against the budget. `loss_fn`: called as loss_fn(output, target), target being the last argument of the step.
     `dynamic`: sizes of inputs are symbols (None: those that were seen to change).
     `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
@@ -64,6 +67,7 @@ class Settings:
     tiers: tuple[Tier, ...] = ()
     offload_dir: str | Path | None = None
     inner: Inner = "eager"
+    capture: Capture = "dynamo"
     optimizer: torch.optim.Optimizer | None = None
     loss_fn: Callable[..., Any] | None = None
     dynamic: bool | None = None
@@ -88,6 +92,10 @@ def settings(budget: Budget = None, **options: Any) -> Settings:
     if made.inner not in get_args(Inner):
         raise OptionError(f"unknown inner {made.inner!r}: choose one of {', '.join(get_args(Inner))}")
     _check_fission(made.fission)
+    if made.capture not in get_args(Capture):
+        raise OptionError(f"unknown capture {made.capture!r}: choose one of {', '.join(get_args(Capture))}")
+    if made.capture == "trace" and made.dynamic:
+        raise OptionError('sizes as symbols need capture="dynamo": by capture="trace" every shape is captured anew')
     if made.solve_s is not None and not made.solve_s > 0:
         raise OptionError(f"solve_s must be a positive number of seconds, not {made.solve_s!r}")
     if made.device_spec is not None:

@@ -17,9 +17,10 @@ from fxmem.capture.direct import trace
 from fxmem.capture.errors import as_capture_error, graph_break
 from fxmem.capture.fakes import Fakes
 from fxmem.capture.joint import JointGraph
+from fxmem.capture.traced import Traced
 from fxmem.errors import CaptureError
 
-Frontend = Literal["dynamo", "aot"]
+Frontend = Literal["dynamo", "trace", "aot"]
 
 
 class _Captured(BaseException):
@@ -53,6 +54,7 @@ def capture(
     `no_grad`. `dynamic`: sizes of inputs are symbols. Modules keep their state, mode and compiled code; random state
     and grad mode are kept.
 
+    `frontend="trace"`: the graph of `fxmem.compile(..., capture="trace")`.
     `frontend="aot"` leaves Dynamo out (see `fxmem.capture.direct`): faster on deep models, another graph.
 
     A model that breaks into several graphs is run on fake tensors from one to the next, which fails where the code
@@ -60,9 +62,11 @@ def capture(
     """
     fakes = Fakes(function, (args, dict(kwargs or {})), device)
     with _without_effects(train, dynamic), fakes.installed() as (fake_args, fake_kwargs):
+        if frontend != "dynamo" and dynamic:
+            raise CaptureError('symbolic sizes need frontend="dynamo"')
+        if frontend == "trace":
+            return [_traced(function, fake_args, fake_kwargs)]
         if frontend == "aot":
-            if dynamic:
-                raise CaptureError('symbolic sizes need frontend="dynamo"')
             return [trace(function, tuple(fake_args), fake_kwargs, fakes.mode)]
         try:
             return [_only_graph(function, fake_args, fake_kwargs, dynamic)]
@@ -98,13 +102,21 @@ def _without_effects(train: bool, dynamic: bool) -> Iterator[None]:
         yield
 
 
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any) -> JointGraph:
+    try:
+        Traced(function, make_backend(_stop, inference=_stop))(*args, **kwargs)
+    except _Captured as captured:
+        return captured.joint
+    raise CaptureError(_NOTHING, _where(function))
+
+
+def _stop(joint: JointGraph) -> NoReturn:
+    raise _Captured(joint)
+
+
 def _only_graph(function: Callable[..., Any], args: Any, kwargs: Any, dynamic: bool) -> JointGraph:
     """The graph of `function`. Raises _GraphBreak if Dynamo would make several."""
-
-    def stop(joint: JointGraph) -> NoReturn:
-        raise _Captured(joint)
-
-    compiled = compat.isolated_compile(function, make_backend(stop, inference=stop), dynamic=dynamic)
+    compiled = compat.isolated_compile(function, make_backend(_stop, inference=_stop), dynamic=dynamic)
     try:
         with compat.error_on_graph_break(True):
             compiled(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,11 +38,12 @@ def make_backend(
     *,
     compiler: Compiler = boxed,
     inference: Callable[[JointGraph], None] | None = None,
+    trace: compat.AotTrace | None = None,
 ) -> Backend:
     """A backend for `torch.compile`: Dynamo -> AOTAutograd without decompositions -> `partition` -> `compiler`.
 
     `compiler` makes the code of the forward, backward and inference modules. `inference` is told of graphs without
-    backward, which otherwise pass through. Each call returns a new object, so that Dynamo, which keeps compiled code by
+    backward, which otherwise pass through. `trace`: what AOTAutograd traced of the module before, or is to be kept. Each call returns a new object, so that Dynamo, which keeps compiled code by
     backend, never returns the code of another budget.
     """
 
@@ -80,7 +82,10 @@ def make_backend(
             compat.trainable_lstms(),
             capture_errors(falls_back=True),
         ):
-            compiled: Callable[..., Any] = aot(module, [compat.fake_in_current_mode(x) for x in example_inputs])
+            if trace is not None and trace.is_recorded:
+                return trace.compiled(partition_fn)
+            with trace.recording() if trace is not None else contextlib.nullcontext():
+                compiled: Callable[..., Any] = aot(module, [compat.fake_in_current_mode(x) for x in example_inputs])
         return compiled
 
     return backend

@@ -8,7 +8,8 @@ read at all: emission leaves it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,18 +42,36 @@ torch.library.register_fake("fxmem::rng_state", _fake, lib=_LIBRARY)
 
 
 def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`op(*args, **kwargs)` with the draws that follow `state`; the generator of `device` is left as it was.
+    """`op(*args, **kwargs)` with the draws that follow `state`; the generator of `device` is left as it was."""
+    with draw_after(state, device):
+        return op(*args, **kwargs)
 
-    What is put aside meanwhile is no tensor: on the CPU the op itself takes more bytes than the state, so a plan for
-    the op's own holds.
+
+@contextlib.contextmanager
+def draw_after(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """What is drawn inside follows `state`; the generator of `device` is left as it was.
+
+    What is put aside meanwhile is no tensor: on the CPU a replayed op itself takes more bytes than the state, so a plan
+    for the op's own holds.
     """
     generator = _generator(device)
-    present = generator.get_state().numpy().copy()
+    present = state_of(device)
     generator.set_state(state)
     try:
-        return op(*args, **kwargs)
+        yield
     finally:
         generator.set_state(torch.from_numpy(present))
+
+
+def state_of(device: torch.device) -> Any:
+    """The state of `device`'s default generator as a numpy array: no bytes of torch's allocator."""
+    return _generator(device).get_state().numpy().copy()
+
+
+def drawing_devices(nodes: Iterable[fx.Node]) -> frozenset[torch.device]:
+    """The devices whose default generators `nodes` draw from."""
+    drawing = (node for node in nodes if is_random(node) and node.target is not RNG_STATE)
+    return frozenset(t.device for node in drawing for t in _results(node) if t.device.type in ("cpu", "cuda"))
 
 
 def save_states(graph: fx.Graph, forward: Sequence[fx.Node]) -> int:

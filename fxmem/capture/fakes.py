@@ -85,12 +85,22 @@ class Fakes:
 
 def modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
     """Modules reachable from a module, bound method, partial, or a function's closure."""
-    candidates = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
-    candidates += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     seen: set[int] = set()
-    for candidate in candidates:
-        if isinstance(candidate, nn.Module):
-            for module in candidate.modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield module
+    for _, root in root_modules(function):
+        for module in root.modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+
+
+def root_modules(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a callable is, is bound to, wraps or closes over, with the name that its code has for each."""
+    named = [
+        ("self", function),
+        ("self", getattr(function, "__self__", None)),
+        ("func", getattr(function, "func", None)),
+    ]
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    named += [(name, cell.cell_contents) for name, cell in zip(code.co_freevars if code else (), cells, strict=False)]
+    yield from ((name, module) for name, module in named if isinstance(module, nn.Module))

@@ -15,6 +15,7 @@ from fxmem.step.compiled import Step
 
 _NOT_HERE = {
     "loss_fn": "the backend plans what torch.compile is given: put the loss into it, or use fxmem.compile",
+    "capture": "torch.compile captures by Dynamo; use fxmem.compile",
     "dynamic": "it is torch.compile's own: torch.compile(model, dynamic=True, ...)",
 }
 _steps: list[tuple[weakref.ref[Any], Step]] = []  # by call of torch.compile, which can be compared but has no hash

@@ -23,7 +23,8 @@ from fxmem import compat
 from fxmem.budget import Budget, resolve_budget
 from fxmem.capture.ahead import first_break
 from fxmem.capture.errors import unwrapped_errors
-from fxmem.errors import BudgetInfeasible, CaptureError
+from fxmem.capture.traced import Traced
+from fxmem.errors import BudgetInfeasible, CaptureError, PlanMismatch
 from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge
@@ -63,7 +64,8 @@ class Step:
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         self.function = function
         self.settings = settings
-        self.parameters = parameters_of(function)
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._notice_parameters()
         self._num_retries = 0
         self._measured_peak_bytes: int | None = None
         self._number = next(_owners)
@@ -101,6 +103,14 @@ class Step:
         if not plans:
             raise LookupError("nothing is planned before the first training step; fxmem.plan does it ahead of time")
         return max(plans, key=lambda plan: plan.peak_bytes)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the function's modules when a graph was captured last: adapters that are put on later are, too."""
+        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
+
+    def _notice_parameters(self) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters_of(self.function)]
 
     @property
     def num_retries(self) -> int:
@@ -146,6 +156,7 @@ class Step:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend of this step."""
         graph = Graph(module, self.settings)
+        self._notice_parameters()
         arguments = storages_of(example_inputs, self._device)
         graph.compile(lambda made: self._first_plan(made, {}, arguments), example_inputs)
         self._graphs.add(graph)
@@ -221,7 +232,7 @@ class Step:
         self._settle()
         self._carried = [call for call in self._carried if call.is_open]
         self._episode = Episode(self._number, self._noticed_end)
-        is_unsure = not self._recent or not all(known.is_verified for known in self._recent)
+        is_unsure = not self._recent or not all(known.is_verified for known in self._recent if known.is_alive)
         if self._is_held and self._arguments is not None and (is_unsure or self.sampling.is_due):
             self._trace(self._episode, ())
         self.sampling.begin(self._episode.is_traced)
@@ -249,6 +260,7 @@ class Step:
         if episode is None or not episode.plans:
             return
         plans = episode.plans
+        self._known = {prefix: known for prefix, known in self._known.items() if known.is_alive}
         known = self._known.get(episode.prefix) if self._is_held else None
         levels = episode.levels
         if levels is not None and self._is_held:
@@ -435,7 +447,9 @@ class Step:
             program = replace(program, extra_resident_bytes=beside)
         for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
             plan = variant.plan
-            if plan and self._suits(plan, graph.forms.program(plan.program.fissions, program), limit):
+            if plan is None or variant.rereads & graph.pinned:
+                continue
+            if self._suits(plan, graph.forms.program(plan.program.fissions, program), limit):
                 return variant
         if self._episode is not None:
             self._episode.has_compiled = True
@@ -459,7 +473,12 @@ class Step:
         program = graph.captured.program.at(values)
         if self.settings.plan is not None:
             form = graph.forms.form(self.settings.plan.program.fissions)
-            return self.settings.plan.for_graph(form.joint, form.program.at(values))
+            plan = self.settings.plan.for_graph(form.joint, form.program.at(values))
+            forbidden = graph.rereads(plan) & graph.pinned
+            if forbidden:
+                names = " and ".join(map(graph.input_name, forbidden))
+                raise PlanMismatch(f"the plan computes again from {names}, overwritten between forward and backward")
+            return plan
         limit = self._limit_or_asked
         if limit is None:
             return graph.forms.plan(program, None)
@@ -519,5 +538,6 @@ class Step:
 def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:
     """`function` compiled as one step, and the step's state."""
     step = Step(function, settings)
-    compiled = compat.isolated_compile(function, step.backend, dynamic=settings.dynamic)
-    return step, compiled
+    if settings.capture == "trace":
+        return step, Traced(function, step.backend)
+    return step, compat.isolated_compile(function, step.backend, dynamic=settings.dynamic)

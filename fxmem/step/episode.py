@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fxmem import compat
+from fxmem.errors import CaptureError
 from fxmem.planners.plan import Plan
+from fxmem.step.arguments import Arguments, undifferentiable
 from fxmem.step.held_tensors import storages
 from fxmem.step.joined import Made, Segment
 from fxmem.step.measurement import MemoryTrace, mark
@@ -50,6 +52,7 @@ class Call:
     values: Mapping[str, int]
     variant: Variant
     origins: tuple[Any, ...] = ()
+    arguments: Arguments | None = None
     outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
     is_open: bool = True
@@ -155,6 +158,7 @@ class Episode:
     def run(self, call: Call, args: Sequence[Any]) -> Any:
         """The forward of `call`."""
         self.calls.append(call)
+        call.arguments = Arguments(call.graph, args, call.variant.rereads, copies=self.is_traced)
         mark(self.owner, f"F+ {call.number}")
         try:
             outputs = call.variant.code(*args)
@@ -162,6 +166,7 @@ class Episode:
             mark(self.owner, "0")
             raise
         mark(self.owner, f"F- {call.number}")
+        call.arguments.forward_ended(args)
         self._watch(call, outputs)
         return outputs
 
@@ -179,19 +184,19 @@ class Episode:
         weakref.finalize(hook, _dropped, weakref.ref(self), call).atexit = False
         for root in roots:
             root.register_hook(hook)
-        if self.is_traced:
-            for node in _compiled_nodes(roots):
+        for node in _compiled_nodes(roots):
+            compat.replace_backward(node, _Backward(self, call, hook))
+            if self.is_traced:
                 node.register_hook(_EndMark(self.owner, call.number))
 
     def backward_starts(self, call: Call) -> None:
-        """Gradients of `call`'s outputs have come: its backward is about to run."""
-        if not self.is_queued:
-            self.is_queued = True
-            compat.queue_after_backward(_WhenDropped(self))
-            for other in self.calls:
-                other.dropped = frozenset(
-                    i for i, output in enumerate(other.outputs) if output is not None and output[1]() is None
-                )
+        """Gradients of `call`'s outputs have come: its backward is about to run.
+
+        One that is to be differentiated itself is like more of forward.
+        """
+        if torch.is_grad_enabled():
+            return
+        self._queue()
         if self.trace is not None and self.trace.device.type == "cpu" and threading.get_ident() != self._thread:
             self.is_torn = True
         if call not in self._recent:
@@ -200,6 +205,25 @@ class Episode:
             mark(self.owner, f"B+ {call.number}")
             if not compat.keeps_graph():
                 call.drop()
+
+    def second_backward_starts(self, call: Call) -> None:
+        """What a backward of `call` returned is differentiated: by no compiled code, so it is no segment of its own."""
+        if torch.is_grad_enabled():
+            return
+        self._queue()
+        if not compat.keeps_graph():
+            call.drop()
+
+    def _queue(self) -> None:
+        """Hear of the end of the backward pass that is running."""
+        if self.is_queued:
+            return
+        self.is_queued = True
+        compat.queue_after_backward(_WhenDropped(self))
+        for other in self.calls:
+            other.dropped = frozenset(
+                i for i, output in enumerate(other.outputs) if output is not None and output[1]() is None
+            )
 
     def backward_ended(self) -> None:
         """The thread's backward has returned, or failed."""
@@ -289,6 +313,43 @@ class _BackwardHook:
 
     def __call__(self, grad: Tensor) -> None:
         self.episode.backward_starts(self.call)
+
+
+class _Backward:
+    """Runs instead of the compiled backward of a call where that can't do what is asked: see `arguments`."""
+
+    def __init__(self, episode: Episode, call: Call, hook: _BackwardHook) -> None:
+        self.episode, self.call, self.hook = episode, call, hook
+
+    def __call__(self, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
+        arguments = self.call.arguments
+        assert arguments is not None
+        if torch.is_grad_enabled():
+            return self._differentiable(arguments, node, compiled, grads)
+        overwritten = [i for i in arguments.overwritten() if i in arguments.reread] if arguments.reread else []
+        if not overwritten:
+            return compiled(grads)
+        self.call.graph.pin(overwritten)
+        self.episode.is_torn = True  # no measurement can be ended here, and this plan will not run again
+        with arguments.as_before(overwritten):
+            return compiled(grads)
+
+    def _differentiable(
+        self, arguments: Arguments, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]
+    ) -> Any:
+        found = arguments.differentiable(node, grads)
+        if isinstance(found, CaptureError):
+            with torch.no_grad():
+                gradients = compiled(grads)
+            return undifferentiable(gradients, str(found))
+        for gradient in found:
+            if gradient is not None and gradient.requires_grad:
+                gradient.register_hook(self._differentiated)
+        return tuple(found)
+
+    def _differentiated(self, _: Tensor) -> None:
+        """Keeps `hook`, and so the call open, while there may be a backward of its gradients."""
+        self.episode.second_backward_starts(self.call)
 
 
 class _EndMark:

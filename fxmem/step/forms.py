@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.capture import JointGraph
-from fxmem.ir.program import Fission, Program
+from fxmem.ir.program import Fission, Op, Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan
 from fxmem.step.candidates import candidates, split_graph
@@ -33,6 +33,7 @@ class Forms:
     def __init__(self, joint: JointGraph, settings: Settings, may_run: bool) -> None:
         self.settings, self.may_run = settings, may_run
         self._made: dict[Fissions, Form] = {(): Form(joint, annotated_program(joint, settings, may_run))}
+        self._pinned: frozenset[int] = frozenset()
 
     @property
     def unsplit(self) -> Form:
@@ -42,12 +43,19 @@ class Forms:
         """The same graph was captured again."""
         self._made[()] = replace(self.unsplit, joint=joint)
 
+    def pin(self, storages: Set[int]) -> None:
+        """No op that reads one of these inputs may run again: the caller overwrites them before backward."""
+        self._pinned |= storages
+        for fissions, form in self._made.items():
+            self._made[fissions] = replace(form, program=read_once(form.program, self._pinned))
+
     def form(self, fissions: Fissions) -> Form:
         """The graph split so. Raises VerifyError where it can't be."""
         if fissions not in self._made:
             joint = split_graph(self.unsplit.joint, fissions)
             program = annotated_program(joint, self.settings, self.may_run and not compat.profiler_is_active())
-            self._made[fissions] = Form(joint, replace(program, fissions=fissions, unsplit=self.unsplit.program))
+            program = replace(program, fissions=fissions, unsplit=self.unsplit.program)
+            self._made[fissions] = Form(joint, read_once(program, self._pinned))
         return self._made[fissions]
 
     def program(self, fissions: Fissions, like: Program) -> Program:
@@ -94,3 +102,16 @@ def plan_graph(
         return settings.plan.for_graph(form.joint, form.program)
     program = forms.unsplit.program
     return forms.plan(replace(program, extra_resident_bytes=resident_bytes(program)), budget)
+
+
+def read_once(program: Program, storages: Set[int]) -> Program:
+    """`program` in which no op that reads one of `storages` may run again."""
+
+    def pinned(op: Op) -> Op:
+        reads = not program.is_folded(op) and storages.intersection(program.reads(op))
+        if op.is_input or op.region == "backward" or not reads:
+            return op
+        args = op.args[:-1] if program.state_op(op) is not None else op.args
+        return replace(op, args=args, recomputable=False)
+
+    return replace(program, ops=tuple(map(pinned, program.ops)))

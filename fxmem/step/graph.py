@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.draws import drawing_devices
 from fxmem.capture.joint import target_name
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Program
@@ -22,7 +23,7 @@ from fxmem.options import Settings
 from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers
 from fxmem.planners.plan import Plan
-from fxmem.schedule import StartBackward
+from fxmem.schedule import Compute, Recompute, StartBackward
 from fxmem.step.candidates import split_graph
 from fxmem.step.forms import Form, Forms
 from fxmem.step.lower import backend, split
@@ -33,11 +34,15 @@ _numbers = itertools.count()
 
 @dataclass
 class Variant:
-    """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward."""
+    """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward.
+
+    `rereads`: see `Graph.rereads`.
+    """
 
     plan: Plan | None
     code: Callable[..., Any]
     transfers: Transfers | None = None
+    rereads: frozenset[int] = frozenset()
 
     @property
     def saved_bytes(self) -> int:
@@ -62,6 +67,9 @@ class Graph:
         self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.break_reason = compat.graph_break(module)
         self._forms: Forms | None = None
+        self.autocast = compat.autocast_now()
+        self.pinned: frozenset[int] = frozenset()
+        self._trace = compat.AotTrace()
         self.variants: list[Variant] = []
         self._transfers: Transfers | None = None
 
@@ -83,7 +91,7 @@ class Graph:
     def compile(self, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
         """AOTAutograd, plan, rewrite, lower. Raises BudgetInfeasible, CaptureError, PlanMismatch.
 
-        `example_inputs`: Dynamo's, at the first time; later AOTAutograd runs again on the graph that Dynamo gave.
+        `example_inputs`: Dynamo's, at the first time; later what AOTAutograd traced then is partitioned anew.
         """
         chosen: list[Plan] = []
 
@@ -96,14 +104,15 @@ class Graph:
             return self._lowered(joint, plan)
 
         key = uuid.uuid4().hex  # plans depend on measured times, so compiled code is never looked up by settings alone
-        compile_ = backend(partition, self.settings.inner, key)
+        compile_ = backend(partition, self.settings.inner, key, trace=self._trace)
         with paused():
             if example_inputs is not None:
                 code = compile_(self.module, example_inputs)
             else:
                 with compat.retracing(self.fake_inputs):
                     code = compile_(self.module, self.fake_inputs)
-        variant = Variant(chosen[-1] if chosen else None, code, self._transfers)
+        rereads = self.rereads(chosen[-1]) if chosen else frozenset()
+        variant = Variant(chosen[-1] if chosen else None, code, self._transfers, rereads)
         self.variants.append(variant)
         return variant
 
@@ -112,6 +121,19 @@ class Graph:
         self.variants = [v for v in self.variants if v.code is not variant.code]
         if variant.transfers is not None:
             variant.transfers.retire()
+
+    def pin(self, positions: Iterable[int]) -> None:
+        """Nothing is to be computed again from these inputs: the caller overwrites them before backward."""
+        program = self.captured.program
+        self.pinned |= frozenset(positions)
+        self.forms.pin({s for op, i in self.inputs if i in self.pinned for s in program.ops[op].storages})
+
+    def rereads(self, plan: Plan) -> frozenset[int]:
+        """Positions of inputs that backward reads under `plan`, and would not read with everything saved."""
+        again = _read_in_backward(plan) - {
+            s for op in plan.program.ops if op.region == "backward" for s in plan.program.reads(op)
+        }
+        return frozenset(i for op, i in self.inputs if again.intersection(plan.program.ops[op].storages))
 
     def _see(self, joint: JointGraph) -> None:
         if self._forms is not None:
@@ -131,6 +153,8 @@ class Graph:
         """The code that runs `plan`, compiled unless there is some that runs the same actions."""
         for variant in self.variants:
             known = variant.plan
+            if variant.rereads & self.pinned:
+                continue
             if known is not None and known.actions == plan.actions and _is_same_code(known.program, plan.program):
                 return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
@@ -140,6 +164,16 @@ class Graph:
         if not self.has_backward or not self.captured.program.is_symbolic:
             return {}
         return compat.symbol_values(self.fake_inputs, args)
+
+    @cached_property
+    def drawing_devices(self) -> frozenset[torch.device]:
+        """Devices from whose generators the graph draws."""
+        return drawing_devices(self.captured.joint.nodes)
+
+    def input_name(self, position: int) -> str:
+        """Where input number `position` comes from, for an error's text."""
+        node = self.module.graph.find_nodes(op="placeholder")[position]
+        return compat.placeholder_source(node) or str(node.name)
 
     @cached_property
     def inputs(self) -> list[tuple[int, int]]:
@@ -159,6 +193,13 @@ class Graph:
 
 def _is_same_code(one: Program, other: Program) -> bool:
     return (one.released, one.fissions) == (other.released, other.fissions)
+
+
+def _read_in_backward(plan: Plan) -> set[int]:
+    """Storages that the backward of `plan` reads, views left out."""
+    program, boundary = plan.program, plan.actions.index(StartBackward())
+    ops = [program.ops[a.op] for a in plan.actions[boundary:] if isinstance(a, (Compute, Recompute))]
+    return {s for op in ops if not program.is_folded(op) for s in program.reads(op)}
 
 
 def inputs_of(joint: JointGraph) -> list[tuple[int, int]]:

@@ -51,8 +51,10 @@ class Known:
 
     @property
     def is_alive(self) -> bool:
-        """Are its graphs still those that Dynamo runs?"""
-        return all(graph() is not None for graph in self.graphs)
+        """Are its graphs still those that Dynamo runs, and may they be run as its plan says?"""
+        found = [ref() for ref in self.graphs]
+        pairs = zip(found, self.variants, strict=True)
+        return all(graph is not None and not variant.rereads & graph.pinned for graph, variant in pairs)
 
     @property
     def is_plain(self) -> bool:
@@ -114,9 +116,8 @@ class Known:
         """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""
         own = with_numbers(self.program(0), self.values[0])
         more = self.plan.peak_bytes - simulate(own, self.plan_actions, self.plan.machine).peak_bytes
-        sizes = [
-            sum(p.nbytes()[s] for s in range(len(p.storages)) if s not in p.resident) for p in (own.reference, program)
-        ]
+        programs = (own.reference, program)
+        sizes = [sum(n for s, n in enumerate(p.nbytes()) if s not in p.resident) for p in programs]
         return max(0, int(more * max(1.0, sizes[1] / max(1, sizes[0]))))
 
     @property

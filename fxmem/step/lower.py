@@ -154,15 +154,17 @@ def backend(
     inner: Inner = "eager",
     key: str = "",
     inference: Callable[[JointGraph], None] | None = None,
+    trace: compat.AotTrace | None = None,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend that runs what `partition` makes of each joint graph.
 
     `inner="eager"`: ATen ops one by one, at the price of torch's "aot_eager". `inner="inductor"`: inductor decomposes
     before `partition` sees the graph, and compiles the two modules without partitioning again. `key` names everything
-    that `partition` depends on (budget, planner, options): compiled code is cached by it.
+    that `partition` depends on (budget, planner, options): compiled code is cached by it. `trace`: with "eager", what
+    AOTAutograd traced of the graph before.
     """
     if inner == "eager":
-        return make_backend(partition, inference=inference)
+        return make_backend(partition, inference=inference, trace=trace)
     return _inductor_backend(partition, key)
 
 

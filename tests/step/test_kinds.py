@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -314,3 +315,54 @@ def test_somebody_elses_profiler_sees_the_whole_first_step():
     module.zero_grad()
     run(step, args)
     assert step.step.measured_peak_bytes == step.plan.peak_bytes
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trainable one of low rank beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_parameters_that_come_after_a_step_count_and_old_ones_are_let_go():
+    module, args = blocks(num_blocks=2, batch=128)
+    step = fxmem.compile(module, budget="4MiB", **QUICK)
+    run(step, args)
+    gone = weakref.ref(module.blocks[0][3].weight)
+    module.zero_grad()
+    module.blocks[0][3] = nn.Linear(128, 32)
+    for block in module.blocks:
+        block[1] = Adapted(block[1])
+    gc.collect()
+    for _ in range(2):  # gradients add up: those that exist count
+        run(step, args)
+    assert {id(p) for p in step.step.parameters} == {id(p) for p in module.parameters()}
+    assert gone() is None
+    existing = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    assert step.step._gradient_bytes == existing
+
+
+def test_another_plan_of_a_graph_is_compiled_without_tracing_again(monkeypatch):
+    traced, again = [], []
+    compiled = compat.AotTrace.compiled
+    monkeypatch.setattr(compat.AotTrace, "compiled", lambda *args: (again.append(1), compiled(*args))[1])
+    stage = compat.aot.aot_stage1_graph_capture
+    monkeypatch.setattr(compat.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
+    module, _ = blocks(num_blocks=2, dropout=0.1)
+    batches = [tuple(torch.randn(rows, 32) for _ in range(2)) for rows in (64, 48, 96, 128)]
+    budget = int(0.8 * peak_of(module, lambda: run(module, batches[-1])))
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for args in (*batches, *batches):
+        torch.manual_seed(0)
+        run(step, args)
+        found = gradients(module)
+        torch.manual_seed(0)
+        run(module, args)
+        torch.testing.assert_close(found, gradients(module), rtol=1e-5, atol=1e-7)
+    assert again
+    assert len(traced) == 2, "once for the first size, once for all others"
