@@ -51,7 +51,7 @@ class Arguments:
         self._versions = [compat.version(a) if isinstance(a, Tensor) else 0 for a in args]
 
     def _is_copied(self, position: int, value: Any) -> bool:
-        return position not in self.graph.captured[0].static_indices or value.nbytes <= _COPIED_BYTES
+        return position not in self.graph.captured.joint.static_indices or value.nbytes <= _COPIED_BYTES
 
     def _value(self, position: int) -> Any:
         """None for a tensor that is gone."""
@@ -125,7 +125,7 @@ class Arguments:
         if gone:
             return f"{name(gone[0])} does not exist any more, which forward began with"
         overwritten = self.overwritten()
-        if overwritten or self.graph.captured[0].mutated_inputs:
+        if overwritten or self.graph.captured.joint.mutated_inputs:
             written = name(overwritten[0]) if overwritten else "a buffer (running statistics, say)"
             return f"{written} was overwritten in or since forward"
         return "forward takes a tensor twice" if len(node.needs_input_grad) != len(args) else None

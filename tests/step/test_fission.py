@@ -1,0 +1,130 @@
+"""Splitting in real steps: chosen where it pays, measured as predicted, the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.errors import OptionError
+from fxmem.ir.program import Fission
+
+
+class Classifier(nn.Module):
+    """A small body and a large vocabulary: three tensors of the logits' size are what its step needs."""
+
+    def __init__(self, num_classes: int = 2048, width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.head = nn.Linear(width, num_classes, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x)), labels, ignore_index=0)
+
+
+def classifier(rows: int = 256) -> tuple[Classifier, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Classifier(), (torch.randn(rows, 32), torch.randint(2048, (rows,)))
+
+
+def train(step: Any, module: nn.Module, args: Any) -> list[Tensor]:
+    module.zero_grad()
+    loss = step(*args)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def test_a_budget_that_only_splitting_keeps_is_kept() -> None:
+    module, args = classifier()
+    expected = train(module, module, args)
+    with pytest.raises(fxmem.BudgetInfeasible) as refused:
+        fxmem.plan(module, args, 0.45, fission="off")
+    step = fxmem.compile(module, budget=0.45)
+    for _ in range(2):
+        for found, wanted in zip(train(step, module, args), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert step.plan.program.fissions
+    assert step.plan.peak_bytes < refused.value.min_bytes
+    module.zero_grad()
+    measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
+    assert measured <= step.plan.budget_bytes
+    assert abs(measured - step.plan.peak_bytes) <= 0.005 * measured
+    assert step.num_retries == 0
+
+
+def test_the_smallest_budget_is_never_larger_for_it_and_figures_are_the_unsplit_graphs() -> None:
+    module, args = classifier()
+    off = fxmem.plan(module, args, "min", fission="off")
+    auto = fxmem.plan(module, args, "min")
+    assert auto.peak_bytes < 0.6 * off.peak_bytes
+    assert (auto.baseline_peak_bytes, auto.baseline_s) == (off.baseline_peak_bytes, off.baseline_s)
+    assert fxmem.plan(module, args, 0.99).extra_s <= fxmem.plan(module, args, 0.99, fission="off").extra_s
+
+
+def test_nothing_is_split_where_nothing_is_gained() -> None:
+    module, args = classifier()
+    assert not fxmem.plan(module, args).program.fissions
+    assert not fxmem.plan(module, args, 1.0).program.fissions
+    module, args = classifier(rows=8)
+    assert not fxmem.plan(module, args, "min").program.fissions
+
+
+def test_a_plan_file_carries_how_the_graph_was_split(tmp_path: Path) -> None:
+    module, args = classifier()
+    plan = fxmem.plan(module, args, 0.45)
+    plan.save(tmp_path / "plan.json")
+    loaded = fxmem.Plan.load(tmp_path / "plan.json")
+    assert loaded.program.fissions == plan.program.fissions
+    assert (loaded.extra_s, loaded.baseline_peak_bytes) == (plan.extra_s, plan.baseline_peak_bytes)
+    expected = train(module, module, args)
+    step = fxmem.compile(module, plan=loaded)
+    for found, wanted in zip(train(step, module, args), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert step.plan.actions == plan.actions
+
+
+def test_regions_may_be_named() -> None:
+    module, args = classifier()
+    fissions = fxmem.plan(module, args, 0.45).program.fissions
+    assert fxmem.plan(module, args, fission=fissions).program.fissions == fissions
+    with pytest.raises(OptionError, match="fission must be"):
+        fxmem.compile(module, fission="always")  # type: ignore[arg-type]
+    with pytest.raises(fxmem.FxmemError):
+        fxmem.plan(module, args, fission=[Fission(0, 7, (0, 1))])
+
+
+def test_a_loss_outside_of_the_model_and_logits_that_come_back() -> None:
+    """Two graphs' worth of memory beside each other, planned as one step, one of them split."""
+    torch.manual_seed(0)
+    body, args = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), classifier()[1]
+    head = Classifier()
+    optimized, compiled = fxmem.compile(body), fxmem.compile(head, budget=0.5)
+
+    def step(function: Any, other: Any) -> list[Tensor]:
+        for module in (body, head):
+            module.zero_grad()
+        other(function(args[0]), args[1]).backward()
+        return [p.grad.clone() for m in (body, head) for p in m.parameters() if p.grad is not None]
+
+    expected = step(body, head)
+    for _ in range(2):
+        for found, wanted in zip(step(optimized, compiled), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_twice_and_a_tangent_that_is_not_one() -> None:
+    module, args = classifier()
+    step = fxmem.compile(module, budget=0.45)
+    (3 * module(*args)).backward()
+    expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    loss = step(*args)
+    (1.0 * loss).backward(retain_graph=True)
+    (2.0 * loss).backward()
+    for found, wanted in zip([p.grad for p in module.parameters()], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
