@@ -190,7 +190,7 @@ def _new_dim(d: Draw) -> Args:
 
 
 def _squeeze_dims(d: Draw) -> Args:
-    shape = [d.choose(1, n) for n in d.shape()]
+    shape = [d.choose(n, 1) for n in d.shape()]
     return d.floats(*shape), d.dims(len(shape))
 
 
@@ -277,6 +277,20 @@ def _diagonal(d: Draw) -> Args:
 def _pad(d: Draw) -> Args:
     shape = d.sizes(d.size(1, 3), least=2)
     return d.floats(*shape), [d.choose(0, 0, 1, -1) for _ in range(2 * d.size(1, len(shape)))], 0.5
+
+
+def _unfold(d: Draw) -> Args:
+    shape = d.sizes(d.size(1, 3), least=3)
+    return d.floats(*shape), d.dim(len(shape)), d.size(1, 3), d.size(1, 2)
+
+
+def _unfold_backward(d: Draw) -> Args:
+    x, dim, size, step = _unfold(d)
+    return d.floats(*x.unfold(dim, size, step).shape), list(x.shape), dim % x.ndim, size, step
+
+
+def _complex(d: Draw) -> Tensor:
+    return torch.complex(*(d.floats(*shape) for shape in (d.shape(),) * 2))
 
 
 # elementwise
@@ -415,6 +429,19 @@ def _softmax_backward(d: Draw) -> Args:
     return d.floats(*x.shape), x.softmax(dim), dim, x.dtype
 
 
+def _halves(d: Draw) -> Args:
+    shape = d.shape()
+    dim = d.dim(len(shape))
+    return d.floats(*(2 * n if i == dim % len(shape) else n for i, n in enumerate(shape))), dim
+
+
+def _cross(d: Draw) -> Args:
+    shape = list(d.shape())
+    dim = d.dim(len(shape))
+    shape[dim] = 3
+    return d.floats(*shape), d.floats(*shape), {"dim": dim}
+
+
 # norms
 
 
@@ -428,7 +455,7 @@ def _layer_norm(d: Draw) -> Args:
 def _layer_norm_backward(d: Draw) -> Args:
     x, inner, weight, bias, eps = _layer_norm(d)
     _, mean, rstd = aten.native_layer_norm(x, inner, weight, bias, eps)
-    mask = [d.flag(), weight is not None and d.flag(), bias is not None and d.flag()]
+    mask = [d.choose(True, False), weight is not None and d.flag(), bias is not None and d.flag()]
     return d.floats(*x.shape), x, inner, mean, rstd, weight, bias, mask
 
 
@@ -453,7 +480,7 @@ def _group_norm(d: Draw) -> Args:
 def _group_norm_backward(d: Draw) -> Args:
     x, weight, bias, batch, channels, area, groups, eps = _group_norm(d)
     _, mean, rstd = aten.native_group_norm(x, weight, bias, batch, channels, area, groups, eps)
-    mask = [d.flag(), weight is not None, weight is not None]
+    mask = [d.choose(True, False), weight is not None, weight is not None]
     return d.dense(*x.shape), x, mean, rstd, weight, batch, channels, area, groups, mask
 
 
@@ -476,7 +503,7 @@ def _batch_norm_no_training(d: Draw) -> Args:
 def _batch_norm_backward(d: Draw) -> Args:
     x, weight, bias, mean, var, training, momentum, eps = _batch_norm(d)
     results = aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, training, momentum, eps)
-    mask = [d.flag(), True, True]
+    mask = [d.choose(True, False), True, True]
     return d.floats(*x.shape), x, weight, mean, var, results[1], results[2], training, eps, mask
 
 
@@ -734,7 +761,7 @@ CASES: dict[Any, Case] = {
     aten.t: lambda d: (d.floats(*d.shape(0, 2)),),
     aten.expand: _expand,
     aten.unsqueeze: _new_dim,
-    aten.squeeze.dim: lambda d: (d.floats(*(shape := [d.choose(1, n) for n in d.shape()])), d.dim(len(shape))),
+    aten.squeeze.dim: lambda d: (d.floats(*(shape := [d.choose(n, 1) for n in d.shape()])), d.dim(len(shape))),
     aten.squeeze.dims: _squeeze_dims,
     aten.select.int: _select,
     aten.unbind.int: _with_dim,
@@ -753,6 +780,10 @@ CASES: dict[Any, Case] = {
     aten.repeat: _repeat,
     aten.diagonal: _diagonal,
     aten.constant_pad_nd: _pad,
+    aten.unfold: _unfold,
+    aten.unfold_backward: _unfold_backward,
+    aten.view_as_real: lambda d: (_complex(d),),
+    aten.view_as_complex: lambda d: (d.dense(*d.shape(), 2),),
     **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh_copy), _copied),
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.empty_like), _copied),
     aten._to_copy: _cast,
@@ -785,6 +816,12 @@ CASES: dict[Any, Case] = {
     aten.sort.default: _sorted,
     aten.sort.stable: _sorted_stable,
     aten.topk: _topk,
+    aten._fft_r2c: lambda d: ((x := d.floats(*d.shape())), [d.dim(x.ndim) % x.ndim], 0, d.flag()),
+    aten._fft_c2c: lambda d: ((x := _complex(d)), [d.dim(x.ndim) % x.ndim], 0, d.flag()),
+    aten._fft_c2r: lambda d: ((x := _complex(d)), [x.ndim - 1], 0, 2 * x.shape[-1] - 1),
+    aten.glu: _halves,
+    aten.glu_backward: lambda d: ((x := _halves(d))[0].chunk(2, x[1])[0].cos(), *x),
+    aten.linalg_cross: _cross,
     **dict.fromkeys((aten._softmax, aten._log_softmax), _softmax),
     aten._safe_softmax: _with_dim,
     **dict.fromkeys((aten._softmax_backward_data, aten._log_softmax_backward_data), _softmax_backward),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxmem import compat
 from fxmem.analysis.split_families.combinators import broadcasting
-from fxmem.analysis.split_rules import RULES, rule_of, ways
+from fxmem.analysis.split_rules import RULES, Way, part_call, rule_of, tensor_args, ways
 from tests.analysis.split_cases import CASES, CUDA_CASES, Case, Draw
 from tests.analysis.split_parts import call_node, check_way
 
@@ -132,3 +133,106 @@ def test_packets_have_one_rule_for_overloads_that_have_one_case() -> None:
     for packet in (op for op in RULES if not isinstance(op, compat.OpOverload) and RULES[op] is not broadcasting):
         others = [o for o in packet.overloads() if o != "default" and not getattr(packet, o)._schema.is_mutable]
         assert others == [], packet
+
+
+def ways_of(op: compat.OpOverload, *args: Any, **kwargs: Any) -> tuple[Way, ...]:
+    return ways(call_node(op, args, kwargs)[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.native_dropout.default, (torch.ones(4, 4), 0.5, True)),
+        (aten.bernoulli.default, (torch.ones(4, 4) / 2,)),
+        (aten.rand_like.default, (torch.ones(4, 4),)),
+        (aten.add_.Tensor, (torch.ones(4, 4), 1)),
+        (aten.copy_.default, (torch.ones(4, 4), torch.ones(4, 4))),
+        (aten.mean.default, (torch.ones(4, 4),)),
+        (aten.mse_loss.default, (torch.ones(4, 4), torch.ones(4, 4))),
+        (aten.mse_loss_backward.default, (torch.ones(()), torch.ones(4, 4), torch.ones(4, 4), 1)),
+        (aten.nll_loss_forward.default, (torch.ones(4, 3), torch.ones(4).long(), None, 1, -100)),
+        (aten.embedding_dense_backward.default, (torch.ones(4, 3), torch.ones(4).long(), 3, -1, True)),
+        (aten.index.Tensor, (torch.ones(4, 4), [torch.ones(4, 4) > 0])),
+        (aten.arange.default, (4,)),
+        (aten.nonzero.default, (torch.ones(4, 4),)),
+        (aten.equal.default, (torch.ones(4, 4), torch.ones(4, 4))),
+        (aten.squeeze.default, (torch.ones(4, 1, 4),)),
+        (aten.mul.Tensor, (torch.ones(4, 4).to_sparse(), 2)),
+        (aten.roll.default, (torch.ones(4, 4), [1])),
+        (aten.add.Tensor, (torch.ones(1, 1), torch.ones(()))),
+    ],
+    ids=lambda value: str(value) if isinstance(value, compat.OpOverload) else "",
+)
+def test_boundaries(op: compat.OpOverload, args: tuple[Any, ...]) -> None:
+    """Random and written tensors, what depends on all elements or their places, unknown sizes, single elements."""
+    assert ways_of(op, *args) == ()
+
+
+def test_inputs_that_are_one_tensor_are_split_alike() -> None:
+    square = torch.ones(4, 4)
+    assert ways_of(aten.mul.Tensor, square, square) == (Way((0,), (0,)), Way((1,), (1,)))
+    assert ways_of(aten.mm.default, square, square) == ()
+    assert Way((0, None), (0,)) in ways_of(aten.mm.default, square, torch.ones(4, 4))
+
+
+def test_what_is_contracted_is_summed_unless_something_is_added() -> None:
+    a, b, bias = torch.ones(4, 3), torch.ones(3, 2), torch.ones(2)
+    assert Way((1, 0), ("sum",)) in ways_of(aten.mm.default, a, b)
+    assert [way.outputs for way in ways_of(aten.addmm.default, bias, a, b)] == [(0,), (1,)]
+    assert Way((0,), ("sum",)) in ways_of(aten.sum.dim_IntList, a, [0])
+    assert ways_of(aten.amax.default, a, [0]) == (Way((1,), (0,)),)
+
+
+def test_the_way_of_merged_dims_is_that_of_the_outermost() -> None:
+    (rows, columns) = ways_of(aten.view.default, torch.ones(2, 1, 3, 4), [6, 4])
+    assert (rows.inputs, rows.outputs, columns.inputs, columns.outputs) == ((0,), (0,), (3,), (1,))
+    (back, _) = ways_of(aten.view.default, torch.ones(6, 4), [2, 3, 4])
+    assert (back.inputs, back.outputs) == ((0,), (0,))
+
+
+def test_none_along_the_dims_that_belong_together() -> None:
+    x = torch.ones(2, 3, 4)
+    assert {d for way in ways_of(aten._softmax.default, x, -1, False) for d in way.inputs} == {0, 1}
+    assert {d for way in ways_of(aten.cumsum.default, x, -1) for d in way.inputs} == {0, 1}
+    assert {way.inputs[0] for way in ways_of(aten.native_layer_norm.default, x, [3, 4], None, None, 1e-5)} == {0}
+    batch_norm = aten._native_batch_norm_legit_functional.default
+    vectors = [torch.ones(3)] * 4
+    assert {way.inputs[0] for way in ways_of(batch_norm, x, *vectors, True, 0.1, 1e-5)} == {1}
+
+
+def test_statistics_of_a_layer_norm_are_not_handed_over_with_gaps() -> None:
+    """The CPU's kernel takes mean and rstd for contiguous: slices along an inner dim give wrong gradients."""
+    x, weight, statistics = torch.ones(2, 3, 4), torch.ones(4), torch.ones(2, 3, 1)
+    args = (x, x.clone(), [4], statistics, statistics.clone(), weight, weight.clone(), [True] * 3)
+    assert [way.inputs for way in ways_of(aten.native_layer_norm_backward.default, *args)] == [(0,) * 4 + (None,) * 2]
+
+
+def test_sizes_of_parts() -> None:
+    def half(size: int) -> int:
+        return size // 2
+
+    node, _, _ = call_node(aten.view.default, (torch.ones(4, 6), [4, 2, 3]), {})
+    assert part_call(node, ways(node)[0], half)[0][1] == [2, 2, 3]
+    node, _, _ = call_node(aten.view.default, (torch.ones(4, 6), [-1, 2, 3]), {})
+    assert part_call(node, ways(node)[0], half)[0][1] == [-1, 2, 3]
+    node, _, _ = call_node(aten.new_full.default, (torch.ones(1),), {"size": [4, 2], "fill_value": 1})
+    args, kwargs = part_call(node, ways(node)[0], half)
+    assert args == tuple(tensor_args(node))
+    assert kwargs == {"size": [2, 2], "fill_value": 1}
+
+
+def test_items_of_results_are_split_along_any_dim() -> None:
+    node, _, whole = call_node(aten.split.Tensor, (torch.ones(4, 1, 6), 3, 2), {})
+    item = node.graph.call_function(operator.getitem, (node, 0))
+    item.meta["val"] = whole[0]
+    assert ways(item) == (Way((), (0,)), Way((), (2,)))
+
+
+@pytest.mark.parametrize("op", [aten.mm.default, aten.sum.dim_IntList, aten.native_layer_norm_backward], ids=str)
+def test_sums_in_bfloat16(op: Any) -> None:
+    @examples(5)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        check(overload(op), CASES[op](Draw(data, torch.bfloat16)))
+
+    run()

@@ -42,5 +42,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.elu_backward, aten.leaky_relu_backward, aten.hardtanh_backward), broadcasting),
     **dict.fromkeys((aten.mish_backward, aten.softplus_backward, aten.hardshrink_backward), broadcasting),
     **dict.fromkeys((aten.softshrink_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward), broadcasting),
+    **dict.fromkeys((aten.complex, aten.polar, aten.where.Scalar), broadcasting),
     **dict.fromkeys((aten._prelu_kernel, aten._prelu_kernel_backward), broadcasting),
 }

@@ -43,6 +43,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims), reduced),
     **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin), other_dims),
     **dict.fromkeys((aten.sort.default, aten.sort.stable, aten.topk), other_dims),
+    **dict.fromkeys((aten._fft_r2c, aten._fft_c2r, aten._fft_c2c), other_dims),
+    **dict.fromkeys((aten.glu, aten.glu_backward, aten.linalg_cross), other_dims),
     **dict.fromkeys((aten._softmax, aten._log_softmax, aten._safe_softmax), other_dims),
     **dict.fromkeys((aten._softmax_backward_data, aten._log_softmax_backward_data), other_dims),
 }

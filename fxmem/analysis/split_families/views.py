@@ -152,6 +152,23 @@ def diagonal(call: Call) -> Ways:
     return mapped(call, {d: i for i, d in enumerate(d for d in range(ndim) if d not in taken)})
 
 
+def unfolded(call: Call) -> Ways:
+    """Windows over one dim become a new last one."""
+    ndim = call.ndim("self")
+    return mapped(call, {d: d for d in range(ndim) if d != call["dimension"] % ndim})
+
+
+def unfold_backward(call: Call) -> Ways:
+    ndim = len(call.shape)
+    dims = {d: d for d in range(ndim) if d != call["dim"] % ndim}
+    return mapped(call, dims, "grad_in", "input_sizes")
+
+
+def complex_view(call: Call) -> Ways:
+    """Real and imaginary parts are the last dim of the real tensor."""
+    return mapped(call, {d: d for d in range(min(len(call.shape), call.ndim("self")))})
+
+
 def padded(call: Call) -> Ways:
     """Along dims to which nothing is added."""
     ndim, pad = len(call.shape), call["pad"]
@@ -178,4 +195,7 @@ RULES: dict[Any, Rule] = {
     aten.repeat: repeated,
     aten.diagonal: diagonal,
     aten.constant_pad_nd: padded,
+    aten.unfold: unfolded,
+    aten.unfold_backward: unfold_backward,
+    **dict.fromkeys((aten.view_as_real, aten.view_as_complex), complex_view),
 }
