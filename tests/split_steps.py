@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxmem.analysis.region import Region
-from fxmem.analysis.regions import Fission, even_offsets, grow
+from fxmem.analysis.regions import Fission, grow
 from fxmem.capture import JointGraph, capture
 from fxmem.passes import run_passes
 from fxmem.passes.fission import SplitRegions
@@ -33,7 +33,7 @@ class Step:
 
     def fission(self, seed: int, dim: int = 0, num_parts: int = 2, **options: Any) -> Fission:
         size = self.joint.nodes[seed].meta["val"].shape[dim]
-        return Fission(seed, dim, even_offsets(size, num_parts), **options)
+        return Fission(seed, dim, (*range(0, size, -(-size // num_parts)), size), **options)
 
     def loss(self, num_parts: int = 2, fuse: bool = False) -> Fission:
         """The loss, from the scores on."""

@@ -88,9 +88,8 @@ class Region:
 
     @cached_property
     def inside_bytes(self) -> int:
-        """Bytes of the tensors that only ever exist in parts."""
-        tensors = (v for v, dim in self.dims.items() if isinstance(dim, int) and v not in self.whole)
-        return sum(nbytes(v) for v in tensors if base_of(v) is None)
+        """Bytes of the tensors that only ever exist in parts (views counted once more)."""
+        return sum(nbytes(v) for v, dim in self.dims.items() if isinstance(dim, int) and v not in self.whole)
 
     @cached_property
     def border_bytes(self) -> int:
@@ -100,11 +99,6 @@ class Region:
     def refuse(self, reason: str) -> Region:
         """The same region, of which nothing can be split for `reason`."""
         return replace(self, refused=reason)
-
-
-def even_offsets(size: int, num_parts: int) -> tuple[int, ...]:
-    """Borders of `num_parts` parts of equal size, the last one smaller if need be; fewer parts if one were empty."""
-    return (*range(0, size, -(-size // num_parts)), size)
 
 
 def nbytes(node: fx.Node) -> int:

@@ -21,7 +21,6 @@ from fxmem.analysis.region import (
     Region,
     base_of,
     described,
-    even_offsets,
     is_getitem,
     is_tensor,
     maker,
@@ -34,7 +33,7 @@ from fxmem.capture import JointGraph
 from fxmem.capture.effects import is_collective, is_random
 from fxmem.capture.overwritten import written_args
 
-__all__ = ["Fission", "Region", "even_offsets", "grow"]
+__all__ = ["Fission", "Region", "grow"]
 
 
 def grow(joint: JointGraph, fission: Fission) -> Region:
