@@ -76,7 +76,7 @@ class _Rewriter:
         """What an argument of the old graph is in the new one."""
         return fx.map_arg(argument, self.values.__getitem__)
 
-    def call(self, source: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call in the place of `source`, on nodes of the new graph."""
         node = self.graph.call_function(target, args, kwargs)
         fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])

@@ -8,7 +8,7 @@ a seed of N iff D * o is divisible by N, so merged dims are split along the oute
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,11 +69,16 @@ def ways(node: fx.Node) -> tuple[Way, ...]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Has the call no effects, and are all its tensors dense?"""
+    """Does the call make tensors, have no effects, and are all its tensors dense?"""
     target: Any = node.target
-    tensors = [t for n in (node, *node.all_input_nodes) for t in compat.tree_leaves(n.meta.get("val"))]
-    is_dense = all(t.layout == torch.strided for t in tensors if isinstance(t, Tensor))
-    return is_dense and not (target._schema.is_mutable or is_random(node) or is_collective(node))
+    made, read = ([*_tensors(nodes)] for nodes in ([node], node.all_input_nodes))
+    is_dense = all(tensor.layout == torch.strided for tensor in made + read)
+    return bool(made) and is_dense and not (target._schema.is_mutable or is_random(node) or is_collective(node))
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
+    leaves = (leaf for node in nodes for leaf in compat.tree_leaves(node.meta.get("val")))
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def part_call(node: fx.Node, way: Way, size: Callable[[int], int]) -> tuple[tuple[Any, ...], dict[str, Any]]:

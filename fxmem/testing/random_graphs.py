@@ -79,7 +79,7 @@ def joint_graph(drawn: DrawnModule) -> JointGraph:
 
 def joint_args(joint: JointGraph, module: torch.nn.Module, args: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
     """Values for the placeholders of `joint`: parameters and buffers by name, then `args`, then random tangents."""
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     plain = iter(leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor))
     generator = torch.Generator().manual_seed(seed)
     tangents = set(joint.tangents)

@@ -18,10 +18,11 @@ UNDEFINED |= {torch.ops.aten.new_empty.default}
 """What these return is not defined, only its shape is."""
 
 
-def check_way(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], whole: Any) -> int:
+def check_way(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], whole: Any, is_dense: bool = False) -> int:
     """Run `node` in ragged parts, along `way`, on `values`; the results must be `whole`. Returns how many parts ran.
 
-    `values`: per tensor argument. Raises AssertionError.
+    `values`: per tensor argument. `is_dense`: parts of arguments are tensors of their own, not slices. Raises
+    AssertionError.
     """
     tensors = [values[n] for n in tensor_args(node)]
     results = _items(whole)
@@ -31,7 +32,7 @@ def check_way(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], whole: Any
     lengths += [t.shape[d] for t, d in zip(results, way.outputs, strict=True) if isinstance(d, int)]
     assert lengths, f"{way} of {node.format_node()} splits nothing"
     offsets = _offsets(math.gcd(*lengths))
-    parts = [_run_part(node, way, values, a, b, offsets[-1]) for a, b in itertools.pairwise(offsets)]
+    parts = [_run_part(node, way, values, (a, b, offsets[-1]), is_dense) for a, b in itertools.pairwise(offsets)]
     for i, (output, result) in enumerate(zip(way.outputs, results, strict=True)):
         if output is not None:
             _compare(node, way, output, [_items(part)[i] for part in parts], result)
@@ -43,7 +44,11 @@ def _offsets(length: int) -> list[int]:
     return sorted({0, min(1, length), (length + 2) // 2, length})
 
 
-def _run_part(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], start: int, end: int, length: int) -> Any:
+def _run_part(
+    node: fx.Node, way: Way, values: Mapping[fx.Node, Any], part: tuple[int, int, int], is_dense: bool
+) -> Any:
+    start, end, length = part
+
     def share(size: int) -> int:
         assert size * start % length == 0
         assert size * (end - start) % length == 0
@@ -53,7 +58,8 @@ def _run_part(node: fx.Node, way: Way, values: Mapping[fx.Node, Any], start: int
         if dim is None:
             return tensor
         size = tensor.shape[dim]
-        return tensor.narrow(dim, size * start // length, share(size))
+        found = tensor.narrow(dim, size * start // length, share(size))
+        return found.contiguous() if is_dense else found
 
     parts = {n: part_of(values[n], dim) for n, dim in zip(tensor_args(node), way.inputs, strict=True)}
     args, kwargs = fx.map_arg(part_call(node, way, share), lambda n: parts[n] if n in parts else values[n])
@@ -67,7 +73,11 @@ def _compare(node: fx.Node, way: Way, output: Any, parts: list[Tensor], whole: T
     if node.target in UNDEFINED:
         return
     tolerance = _tolerance(whole)
-    scale = float(whole.abs().nan_to_num(posinf=0, neginf=0).max()) if whole.dtype.is_floating_point else 0
+    scale = (
+        float(whole.abs().nan_to_num(posinf=0, neginf=0).max())
+        if whole.dtype.is_floating_point and whole.numel()
+        else 0
+    )
     torch.testing.assert_close(
         found,
         whole,
@@ -86,21 +96,23 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-class Recorder(fx.Interpreter):
-    """Runs a graph; `checked` yields each of its calls with the values around it, as long as they are what it read."""
+def call_node(
+    op: compat.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.Node, dict[fx.Node, Any], Any]:
+    """A node that calls `op` on placeholders (one for each tensor), their values, and what the call returns."""
+    graph = fx.Graph()
+    nodes: dict[int, fx.Node] = {}
+    values: dict[fx.Node, Any] = {}
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.num_parts: dict[str, int] = {}
+    def placeholder(tensor: Tensor) -> fx.Node:
+        if id(tensor) not in nodes:
+            node = nodes[id(tensor)] = graph.placeholder(f"x{len(nodes)}")
+            values[node] = node.meta["val"] = tensor
+        return nodes[id(tensor)]
 
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function":
-            self.visit(n, result)
-        return result
-
-    def visit(self, node: fx.Node, result: Any) -> None:
-        """Called after each call, before anything can overwrite its arguments."""
+    node = graph.call_function(op, *compat.tree_map_only(Tensor, placeholder, (args, kwargs)))
+    node.meta["val"] = whole = op(*args, **kwargs)
+    return node, values, whole
 
 
 def shapes(value: Any) -> Iterator[Any]:

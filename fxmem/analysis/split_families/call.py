@@ -64,7 +64,7 @@ class Call:
 
     def tensors_of(self, name: str) -> list[Tensor | None]:
         """The tensors of an argument (one, or those of a list; None for what is no tensor)."""
-        value = self.arguments[name]
+        value = self.arguments.get(name)
         nodes = value if isinstance(value, (list, tuple)) else [value]
         values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
         return [v if isinstance(v, Tensor) else None for v in values]

@@ -64,13 +64,16 @@ def mapped(call: Call, dims: Mapping[int, Output], name: str = "self", sizes: st
 
 
 def labelled(
-    call: Call, inputs: Mapping[str, str], outputs: Sequence[str], sizes: Mapping[str, Sequence[Path]] | None = None
+    call: Call,
+    inputs: Mapping[str, str],
+    outputs: Sequence[str | None],
+    sizes: Mapping[str, Sequence[Path]] | None = None,
 ) -> Ways:
     """A letter for each leading dim of arguments and results, '.' for one that can't be split.
 
     Along a letter, the arguments that have it are split, unless they are broadcast (size 1) or left out (None, empty).
-    A result that lacks the letter is contracted over it: the parts' results are to be added up. `sizes`: by letter,
-    where its size stands among the arguments.
+    A result that lacks the letter is contracted over it: the parts' results are to be added up. None for one that no
+    part can make. `sizes`: by letter, where its size stands among the arguments.
     """
     tensors = {name: tensor for name in inputs if (tensor := call.tensor(name)) is not None}
     for letter in sorted({*"".join(inputs.values())} - {"."}):
@@ -86,10 +89,13 @@ def _open_dim(tensor: Tensor, letters: str, letter: str) -> int | None:
 
 
 def _labelled_way(
-    call: Call, found: Mapping[str, int], outputs: Sequence[str], letter: str, sizes: Sequence[Path]
+    call: Call, found: Mapping[str, int], outputs: Sequence[str | None], letter: str, sizes: Sequence[Path]
 ) -> Way | None:
-    results: list[Output] = [letters.index(letter) if letter in letters else "sum" for letters in outputs]
-    return call.way(found, results, sizes)
+    return call.way(found, [None if text is None else _output(text, letter) for text in outputs], sizes)
+
+
+def _output(text: str, letter: str) -> Output:
+    return text.index(letter) if letter in text else "sum"
 
 
 def letters(ndim: int) -> str:

@@ -44,6 +44,12 @@ def _last(call: Call, num_dims: int) -> range:
     return range(ndim - num_dims, ndim)
 
 
+def unfolded(call: Call) -> Ways:
+    """Between images (N, C, H, W) and columns (N, C * area, positions), of which channels are the outermost."""
+    is_batched = call.ndim("self") == (4 if len(call.shape) == 3 else 3)
+    return labelled(call, {"self": "bc"}, ["bc"]) if is_batched else ()
+
+
 def grid_sampler(call: Call) -> Ways:
     return labelled(call, {"input": "bc", "grid": "b"}, ["bc"])
 
@@ -75,7 +81,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward), spatial_backward(2)),
     **dict.fromkeys((aten.upsample_nearest3d_backward, aten.upsample_trilinear3d_backward), spatial_backward(3)),
     **dict.fromkeys((aten.pixel_shuffle, aten.pixel_unshuffle), spatial(3)),
-    **dict.fromkeys((aten.im2col, aten.col2im), spatial(2)),
+    **dict.fromkeys((aten.im2col, aten.col2im), unfolded),
     aten.grid_sampler_2d: grid_sampler,
     aten.grid_sampler_2d_backward: grid_sampler_backward,
 }

@@ -97,5 +97,5 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.index_add, aten.index_copy, aten.index_fill.int_Scalar), index_written),
     **dict.fromkeys((aten.scatter.src, aten.scatter.value, aten.scatter_add, aten.scatter_reduce.two), other_dims),
     **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), index),
-    **dict.fromkeys((aten.index_put, aten._unsafe_index_put), index_put),
+    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), index_put),
 }

@@ -39,20 +39,24 @@ def group_norm_backward(call: Call) -> Ways:
 
 
 def batch_norm(call: Call) -> Ways:
-    """Along channels; along the rest only with statistics that are given."""
-    dims = _batch_norm_dims(call, call.arguments.get("training", False))
-    channels = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), "c")
-    return labelled(call, {"input": dims, **channels}, [dims, *["c"] * (len(call.results) - 1)])
+    """Along channels; with statistics that are given, along all dims (what is made of these is whole then)."""
+    vectors = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), "c")
+    yield from labelled(call, {"input": ".c", **vectors}, [".c", *["c"] * (len(call.results) - 1)])
+    if not call.arguments.get("training", False):
+        dims = _batch_dims(call)
+        yield from labelled(call, {"input": dims}, [dims, *[None] * (len(call.results) - 1)])
 
 
 def batch_norm_backward(call: Call) -> Ways:
-    dims = _batch_norm_dims(call, call["train"])
-    channels = dict.fromkeys(("weight", "running_mean", "running_var", "save_mean", "save_invstd"), "c")
-    return labelled(call, {"grad_out": dims, "input": dims, **channels}, [dims, "c", "c"])
+    vectors = dict.fromkeys(("weight", "running_mean", "running_var", "save_mean", "save_invstd"), "c")
+    yield from labelled(call, {"grad_out": ".c", "input": ".c", **vectors}, [".c", "c", "c"])
+    if not call["train"]:
+        dims = _batch_dims(call)
+        yield from labelled(call, {"grad_out": dims, "input": dims}, [dims, "", ""])
 
 
-def _batch_norm_dims(call: Call, has_own_statistics: bool) -> str:
-    return ".c" if has_own_statistics else "acdefgh"[: call.ndim("input")]
+def _batch_dims(call: Call) -> str:
+    return "b.defgh"[: call.ndim("input")]
 
 
 RULES: dict[Any, Rule] = {

@@ -159,7 +159,7 @@ def padded(call: Call) -> Ways:
 
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.view.default, aten._unsafe_view, aten.reshape), view),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view), view),
     aten.permute: permuted,
     aten.transpose.int: transposed,
     aten.t: matrix_transposed,
