@@ -1,6 +1,7 @@
 """fxmem: a memory-aware training compiler for PyTorch. Name a number of bytes; training runs under it."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,4 +53,6 @@ def __getattr__(name: str) -> Any:
             if found is not None:
                 globals()[name] = found
                 return found
+    if name == "__version__":
+        return importlib.metadata.version("fxmem")
     raise AttributeError(f"module 'fxmem' has no attribute {name!r}")

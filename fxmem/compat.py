@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch._C._autograd import DeviceType
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break, eval_frame
 from torch._dynamo.backends.common import aot_autograd
@@ -30,7 +31,6 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
-from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import aot_autograd as aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, graph_compile, runtime_wrappers

@@ -160,7 +160,9 @@ def _with_disk_checked(made: Settings, asked: Any) -> Settings:
         return made
     if not (isinstance(asked, str) and asked == "auto"):
         raise OptionError(f"offload_dir {folder} can't be used: {why}")
-    _LOGGER.warning("nothing is offloaded to disk: %s can't be used (%s)", folder, why)
+    _LOGGER.warning(
+        "nothing is offloaded to disk: %s can't be used (%s); name a folder that can with offload_dir=", folder, why
+    )
     return replace(made, tiers=tuple(tier for tier in made.tiers if tier != "disk"))
 
 

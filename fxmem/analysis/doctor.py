@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import mmap
 import os
 import platform
@@ -50,8 +51,10 @@ class Examination:
     `disk_is_direct`: the disk was measured past the page cache; if not, its read bandwidth may be the cache's.
     """
 
+    fxmem: str
     python: str
     torch: str
+    platform: str
     num_threads: int
     c_compiler: str | None
     devices: tuple[Device, ...]
@@ -68,8 +71,10 @@ def examine(offload_dir: str | Path | None = None, *, refresh: bool = False) -> 
     disk, is_direct = disk_link(directory, refresh=refresh)
     kinds = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     return Examination(
+        fxmem=_version(),
         python=platform.python_version(),
         torch=torch.__version__,
+        platform=platform.platform(),
         num_threads=torch.get_num_threads(),
         c_compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None),
         devices=tuple(Device(device_name(k), k, _memory_bytes(k), host_link(k, refresh=refresh)) for k in kinds),
@@ -153,6 +158,13 @@ def why_unusable(folder: Path) -> str | None:
         return getattr(error, "strerror", None) or str(error)
     needed_bytes = 4 * _CHUNK_BYTES
     return f"it has room for {free_bytes} bytes only, not {needed_bytes}" if free_bytes < needed_bytes else None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxmem")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _memory_bytes(device: str) -> int:

@@ -41,6 +41,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fxmem")
 def main() -> None:
     """Train under a number of bytes."""
 

@@ -53,6 +53,21 @@ def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [*rows, ("solving took", f"{plan.solve_s:.2f} s")]
 
 
+def line(plan: Plan, measured_bytes: int | None) -> str:
+    """A step in one line, for a log: budget, predicted, measured, extra time, what is run again and what moves."""
+    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    measured = "not measured" if measured_bytes is None else f"measured {format_bytes(measured_bytes)}"
+    base = f"{format_bytes(plan.baseline_peak_bytes)} without a plan"
+    parts = [f"{budget}, predicted {format_bytes(plan.peak_bytes)}, {measured} ({base})"]
+    again = sum(isinstance(action, Recompute) for action in plan.actions)
+    share = plan.extra_s / plan.baseline_s if plan.baseline_s else 0.0
+    parts.append(f"{share:.2%} more op time" + f" for {again} ops run again" * bool(again))
+    if plan.simulation.bytes_moved:
+        tiers = " and ".join(dict.fromkeys(a.tier for a in plan.actions if isinstance(a, Offload)))
+        parts.append(f"{format_bytes(plan.simulation.bytes_moved)} moved to the {tiers} and back")
+    return "; ".join(parts)
+
+
 def _peak_table(plan: Plan) -> Table:
     table = Table(title="what stands at the peak", title_justify="left")
     for name in ("bytes", "what", "kind", "source"):

@@ -30,6 +30,7 @@ from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
 from fxmem.report.html import write_html
+from fxmem.report.text import line
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.fission import cheapest
@@ -77,6 +78,7 @@ class Step:
         self._ended: Episode | None = None
         self._last: list[Plan] = []
         self._whole: Plan | None = None
+        self._is_told = False
         self._budget_bytes: int | None = None  # what a fraction or "min" came to
         self._arguments: tuple[Any, ...] | None = None
         self._gradient_bytes = 0
@@ -268,6 +270,9 @@ class Step:
         self._last, self._whole = plans, known.plan if known is not None else None
         if known is not None and known not in self._recent:
             self._recent.append(known)
+        if not self._is_told:
+            self._is_told = True
+            _LOGGER.info("first step: %s", line(self.plan, self._measured_peak_bytes))
 
     def _learn(self, episode: Episode, levels: Mapping[Segment, Level]) -> Known:
         before = self._like(episode.prefix)
@@ -366,7 +371,7 @@ class Step:
         known.num_retries += 1
         self._num_retries += 1
         known.needs_plan = True
-        _LOGGER.info("a step was measured %d bytes over its budget of %d; it is planned again", over_bytes, limit)
+        _LOGGER.info("a step was measured %d bytes over its budget of %d; the next is planned anew", over_bytes, limit)
 
     # choosing
 
@@ -503,7 +508,10 @@ class Step:
         """
         if not error.actions or self._episode is None or not self._episode.open_calls:
             raise error
-        _LOGGER.warning("this step calls more graphs before its backward than any before: it may exceed its budget")
+        _LOGGER.warning(
+            "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
+            "where that can't be, take a first step on a small batch"
+        )
         form = error.form or ()
         split = graph.forms.program(form, program)
         plan = judge(split, error.actions, self.settings.planner, None, Machine())
