@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 FORMAT = "fxmem-plan-1"
 STAYS = "stays on the device"
 """Key in `Plan.notes`: storage (as text) -> why it may not be offloaded."""
+SPLIT, NOT_SPLIT = "split", "not split"
+"""Keys in `Plan.notes`: the regions that run in parts, in words; why others can't."""
 ROUNDING = 1e-12  # of the baseline's seconds: sums of the same numbers in another order differ by less
 
 

@@ -101,6 +101,11 @@ def _seconds(value: Any, where: str) -> None:
     _needs(is_number and 0 <= value <= MAX, where, value, "a number of seconds")
 
 
+def _difference(value: Any, where: str) -> None:
+    """Of seconds: a plan may save some."""
+    _seconds(abs(value) if isinstance(value, (int, float)) else value, where)
+
+
 def _link(value: Any, where: str) -> None:
     _needs(isinstance(value, list) and len(value) == 3, where, value, "[bytes/s out, bytes/s in, latency]")
     for number in value:
@@ -181,7 +186,7 @@ _PROGRAM: dict[str, Check] = {
     "bw_outputs": _list, "static": _list, "hints": _dict_of(_hint), "extra_resident_bytes": _nat, "graph": _text,
 }  # fmt: skip
 _PLAN: dict[str, Check] = {
-    "planner": _text, "budget_bytes": _none_or(_nat), "lower_bound_s": _seconds, "solve_s": _seconds,
+    "planner": _text, "budget_bytes": _none_or(_nat), "lower_bound_s": _difference, "solve_s": _seconds,
     "notes": _dict_of(lambda value, where: None), "links": _dict_of(_link), "actions": _list,
     "program": _mapping(_PROGRAM),
 }  # fmt: skip

@@ -8,13 +8,14 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from fxmem.planners.plan import Plan
+from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
 from fxmem.report.decisions import saved_tensors, standing_at_peak
 from fxmem.report.names import short_source
 from fxmem.schedule import Offload, Recompute
 from fxmem.units import format_bytes
 
 NUM_ROWS = 12
+_NUM_REFUSALS = 3
 
 
 def summary(plan: Plan, width: int = 110) -> str:
@@ -50,6 +51,8 @@ def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
     if moved:
         num = sum(isinstance(action, Offload) for action in plan.actions)
         rows.append(("offloaded", f"{num} storages, {format_bytes(moved)} moved both ways"))
+    rows += [("runs in parts", line) for line in plan.notes.get(SPLIT, [])]
+    rows += [("not in parts", line) for line in plan.notes.get(NOT_SPLIT, [])[:_NUM_REFUSALS]]
     return [*rows, ("solving took", f"{plan.solve_s:.2f} s")]
 
 
@@ -62,6 +65,9 @@ def line(plan: Plan, measured_bytes: int | None) -> str:
     again = sum(isinstance(action, Recompute) for action in plan.actions)
     share = plan.extra_s / plan.baseline_s if plan.baseline_s else 0.0
     parts.append(f"{share:.2%} more op time" + f" for {again} ops run again" * bool(again))
+    if plan.program.fissions:
+        num_parts = " and ".join(str(fission.num_parts) for fission in plan.program.fissions)
+        parts.append(f"a region in {num_parts} parts")
     if plan.simulation.bytes_moved:
         tiers = " and ".join(dict.fromkeys(a.tier for a in plan.actions if isinstance(a, Offload)))
         parts.append(f"{format_bytes(plan.simulation.bytes_moved)} moved to the {tiers} and back")

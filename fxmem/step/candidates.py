@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+
+from torch import fx
 
 from fxmem.analysis.region import Region, nbytes
 from fxmem.analysis.regions import grow
 from fxmem.capture import JointGraph
+from fxmem.capture.joint import target_name
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.base import run_passes
 from fxmem.passes.fission import SplitRegions
@@ -27,55 +31,89 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
     return run_passes(joint, [LossNormalForm(), SplitRegions(fissions)]).joint
 
 
-def candidates(joint: JointGraph, program: Program) -> list[tuple[Fission, ...]]:
-    """Ways to split the graph that may pay, those of the fewest kernels first: around its largest value, and the whole
-    step, along the dimension that keeps the most bytes inside, in many parts or in few."""
-    if program.is_symbolic:
-        return []
-    normal = run_passes(joint, [LossNormalForm()]).joint
-    found: dict[tuple[Fission, ...], int] = {}
-    for least_bytes, seed in _seeds(normal):
-        for region in _forms_of(normal, seed, least_bytes):
-            found[region.fission,] = len(region.members) * region.fission.num_parts
-    return sorted(found, key=found.__getitem__)
+class Candidates:
+    """Ways to split a graph that may pay: around its largest value, and the whole step, along the dimension that keeps
+    the most bytes inside, in many parts or in few.
 
+    `fissions`: those of the fewest kernels first. `refusals`: why what might have been split can't be.
+    """
 
-def _seeds(joint: JointGraph) -> list[tuple[int, int]]:
-    """(least bytes of what a region takes in, seed): around the largest value, and all of the step."""
-    sizes = [(nbytes(node), -i) for i, node in enumerate(joint.nodes) if node.op == "call_function"]
-    size, at = max(sizes, default=(0, 0))
-    return [(size // _SHARE, -at), (0, -at)] if size >= LEAST_BYTES else []
+    def __init__(self, joint: JointGraph, program: Program) -> None:
+        self.refusals: list[str] = []
+        if program.is_symbolic:
+            self.refusals.append("sizes that are symbols are not split")
+        is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
+        self._joint = run_passes(joint, [LossNormalForm()]).joint if is_open else None
+        found = {r.fission: len(r.members) * r.fission.num_parts for r in self._regions()}
+        self.fissions = [(fission,) for fission in sorted(found, key=found.__getitem__)]
 
+    def _regions(self) -> Iterator[Region]:
+        if self._joint is None:
+            return
+        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if node.op == "call_function"]
+        size, at = max(sizes, default=(0, 0))
+        if size >= LEAST_BYTES:
+            for least_bytes in (size // _SHARE, 0):
+                yield from self._forms(-at, least_bytes)
 
-def _forms_of(joint: JointGraph, seed: int, least_bytes: int) -> Iterator[Region]:
-    """Along the best dimension: gradients in forward, in many parts and in few, and with them in backward."""
-    regions = [r for dim in range(joint.nodes[seed].meta["val"].ndim) if (r := _finest(joint, seed, dim, least_bytes))]
-    best = max(regions, key=lambda region: region.inside_bytes / (1 + region.border_bytes), default=None)
-    if best is None:
-        return
-    yield best
-    fission = best.fission
-    for num_parts in dict.fromkeys((fission.num_parts, _FEW_PARTS)):
-        if fission.num_parts % num_parts == 0:
+    def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
+        """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""
+        assert self._joint is not None
+        dims = range(self._joint.nodes[seed].meta["val"].ndim)
+        regions = [region for dim in dims if (region := self._finest(seed, dim, least_bytes)) is not None]
+        best = max(regions, key=lambda region: region.inside_bytes / (1 + region.border_bytes), default=None)
+        if best is None:
+            return
+        yield best
+        fission = best.fission
+        for num_parts in dict.fromkeys((fission.num_parts, min(_FEW_PARTS, fission.num_parts))):
             coarse = fission.offsets[:: fission.num_parts // num_parts]
-            fused = grow(joint, replace(fission, offsets=coarse, fuse=True))
-            if not fused.refused:
+            fused = self._grown(replace(fission, offsets=coarse, fuse=True))
+            if fused is not None:
                 yield fused
 
+    def _finest(self, seed: int, dim: int, least_bytes: int) -> Region | None:
+        """The region along `dim` in as many parts as leave it as large as it is in two."""
+        assert self._joint is not None
+        size = self._joint.nodes[seed].meta["val"].shape[dim]
+        found: Region | None = None
+        for num_parts in _numbers_of_parts(size):
+            offsets = tuple(size * i // num_parts for i in range(num_parts + 1))
+            region = self._grown(Fission(seed, dim, offsets, min_bytes=least_bytes))
+            if region is None or region.inside_bytes < region.border_bytes:
+                return found
+            if found is not None and region.inside_bytes < found.inside_bytes:
+                return found
+            found = region
+        return found
 
-def _finest(joint: JointGraph, seed: int, dim: int, least_bytes: int) -> Region | None:
-    """The region along `dim` in as many parts as leave it as large as it is in two."""
-    size = joint.nodes[seed].meta["val"].shape[dim]
-    found: Region | None = None
-    for num_parts in _numbers_of_parts(size):
-        offsets = tuple(size * i // num_parts for i in range(num_parts + 1))
-        region = grow(joint, Fission(seed, dim, offsets, min_bytes=least_bytes))
-        if region.refused or region.inside_bytes < region.border_bytes:
-            return found
-        if found is not None and region.inside_bytes < found.inside_bytes:
-            return found
-        found = region
-    return found
+    def _grown(self, fission: Fission) -> Region | None:
+        assert self._joint is not None
+        region = grow(self._joint, fission)
+        if not region.refused:
+            return region
+        if region.refused not in self.refusals:
+            self.refusals.append(region.refused)
+        return None
+
+
+def described(joint: JointGraph, fissions: tuple[Fission, ...]) -> list[str]:
+    """Each region in words: around which of the model's lines, in how many parts."""
+    if not fissions:
+        return []
+    nodes = run_passes(joint, [LossNormalForm()]).joint.nodes
+    return [_described(joint, nodes[fission.seed], fission) for fission in fissions]
+
+
+def _described(joint: JointGraph, seed: fx.Node, fission: Fission) -> str:
+    rows = max(b - a for a, b in itertools.pairwise(fission.offsets))
+    extent = "what is around it" if fission.min_bytes else "all that it leads to"
+    when = ", its gradients in forward" if fission.fuse else ""
+    where = f" ({joint.sources[seed.name]})" if seed.name in joint.sources else ""
+    return (
+        f"{target_name(seed)} {seed.name}{where} and {extent}: {fission.num_parts} parts of up to {rows} along "
+        f"dimension {fission.dim}{when}"
+    )
 
 
 def _numbers_of_parts(size: int) -> Iterator[int]:

@@ -413,7 +413,8 @@ class Step:
             return known.planned(fissions, self.settings, budget, share)
 
         try:
-            known.fissions, known.plan = cheapest(known.choices, known.whole, solve, budget)
+            known.fissions, plan = cheapest(known.asked, known.others, known.whole, solve, budget)
+            known.plan = replace(plan, notes={**plan.notes, **known.notes(known.fissions)})
         except BudgetInfeasible as error:
             known.plan = self._least_of(known, error)
         known.needs_plan = False

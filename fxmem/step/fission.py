@@ -39,18 +39,20 @@ Solve = Callable[[T, float], Plan]
 """Plan a form with a share of the usual work. Raises BudgetInfeasible."""
 
 
-def cheapest(keys: Sequence[T], program_of: Callable[[T], Program], solve: Solve[T], budget: Budget) -> tuple[T, Plan]:
-    """The form with the cheapest plan under `budget`, and that plan; `keys[0]` is the form that is not split.
+def cheapest(
+    first: T, others: Callable[[], Sequence[T]], program_of: Callable[[T], Program], solve: Solve[T], budget: Budget
+) -> tuple[T, Plan]:
+    """The form with the cheapest plan under `budget`, and that plan: of the `first`, which is not split, and `others`,
+    which are looked for only where the budget makes a difference.
 
     Raises BudgetInfeasible with the smallest budget that any of them was found to need.
     """
-    if len(keys) == 1:
-        return keys[0], solve(keys[0], 1.0)
-    unsplit = look(keys[0], program_of(keys[0]))
-    limit = _bytes(budget, program_of(keys[0]))
-    if limit is None or unsplit.peak_bytes <= limit:
-        return keys[0], solve(keys[0], 1.0)
-    outlooks = (look(key, program_of(key)) for key in keys[1:])
+    unsplit = look(first, program_of(first))
+    limit = _bytes(budget, program_of(first))
+    keys = [] if limit is None or unsplit.peak_bytes <= limit else others()
+    if not keys:
+        return first, solve(first, 1.0)
+    outlooks = (look(key, program_of(key)) for key in keys)
     if budget == "min":
         return _smallest([unsplit, *outlooks], solve)
     return _Choice(solve, limit).among(unsplit, outlooks)

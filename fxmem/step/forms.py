@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.capture import JointGraph
 from fxmem.ir.program import Fission, Op, Program
 from fxmem.options import Settings
-from fxmem.planners.plan import Plan
-from fxmem.step.candidates import candidates, split_graph
+from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
+from fxmem.step.candidates import Candidates, described, split_graph
 from fxmem.step.fission import cheapest
 from fxmem.step.graph_plan import annotated_program, plan_form
 
@@ -68,14 +69,27 @@ class Forms:
             released=tuple(op for number, op in enumerate(form.forward_outputs) if number in released),
         )
 
+    @property
+    def asked(self) -> Fissions:
+        """How the user wants the graph to be split."""
+        return () if isinstance(self.settings.fission, str) else tuple(self.settings.fission)
+
+    @property
+    def others(self) -> list[Fissions]:
+        """How else it may be split."""
+        is_open = self.settings.fission == "auto" and self.settings.planner == "auto" and self.settings.inner == "eager"
+        return self._candidates.fissions if is_open else []
+
     @cached_property
-    def choices(self) -> list[Fissions]:
-        """What may be tried, the unsplit graph first; only what was asked for, if the user did."""
-        asked = self.settings.fission
-        if not isinstance(asked, str):
-            return [tuple(asked)]
-        is_open = asked == "auto" and self.settings.planner == "auto" and self.settings.inner == "eager"
-        return [(), *(candidates(self.unsplit.joint, self.unsplit.program) if is_open else ())]
+    def _candidates(self) -> Candidates:
+        return Candidates(self.unsplit.joint, self.unsplit.program)
+
+    def notes(self, fissions: Fissions) -> dict[str, Any]:
+        """For a report: what is split, or why nothing could be, once that was looked at."""
+        if fissions:
+            return {SPLIT: described(self.unsplit.joint, fissions)}
+        refusals = self._candidates.refusals if "_candidates" in vars(self) else []
+        return {NOT_SPLIT: refusals} if refusals else {}
 
     def plan(self, program: Program, budget: Budget) -> Plan:
         """Plan the graph, `program` being the unsplit one with what stands beside it. Raises BudgetInfeasible."""
@@ -86,7 +100,8 @@ class Forms:
         def solve(fissions: Fissions, share: float) -> Plan:
             return plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share)
 
-        return cheapest(self.choices, program_of, solve, budget)[1]
+        fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)
+        return replace(plan, notes={**plan.notes, **self.notes(fissions)})
 
 
 def plan_graph(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fxmem.budget import Budget
 from fxmem.ir.program import Program
@@ -67,13 +68,18 @@ class Known:
         return [graph.forms for ref in self.graphs if (graph := ref()) is not None]
 
     @property
-    def choices(self) -> list[StepFissions]:
-        """How its graphs may be split: none, or one of them."""
+    def asked(self) -> StepFissions:
+        """How its graphs are split where nothing better is found."""
+        return tuple(forms.asked for forms in self.forms)
+
+    def others(self) -> list[StepFissions]:
+        """How else they may be split: one graph at a time."""
         own = self.forms
-        found = [tuple(forms.choices[0] for forms in own)]
-        for split in dict.fromkeys(own):
-            found += [tuple(c if f is split else f.choices[0] for f in own) for c in split.choices[1:]]
-        return found
+        return [
+            tuple(fissions if forms is split else forms.asked for forms in own)
+            for split in dict.fromkeys(own)
+            for fissions in split.others
+        ]
 
     def joined(self, fissions: StepFissions | None = None) -> Joined:
         """The step as one program, with what was measured beside it and the margin of its retries."""
@@ -87,6 +93,14 @@ class Known:
         form = self.forms[position].form(self.fissions[position] if fissions is None else fissions)
         beside = self.beside.throughout + self.margin_bytes
         return replace(form.program.at(self.values[position]), extra_resident_bytes=beside)
+
+    def notes(self, fissions: StepFissions) -> dict[str, Any]:
+        """For a report: what is split in its graphs, and why others are not."""
+        found: dict[str, Any] = {}
+        for forms, own in dict.fromkeys(zip(self.forms, fissions, strict=True)):
+            for key, lines in forms.notes(own).items():
+                found.setdefault(key, []).extend(lines)
+        return found
 
     def whole(self, fissions: StepFissions) -> Program:
         """The step as one program, its graphs split so."""
