@@ -12,6 +12,7 @@ from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.capture import capture
 from fxmem.capture.loss import with_loss
+from fxmem.capture.outputs import with_outputs
 from fxmem.errors import OptionError
 from fxmem.ir.program import Program
 from fxmem.options import OptionDict, Settings, settings
@@ -55,7 +56,7 @@ def plan(
     made = settings(budget, **options)
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
-    function = with_loss(model, made.loss_fn)
+    function = with_outputs(with_loss(model, made.loss_fn), made.outputs)
     joints = capture(function, args, kwargs, dynamic=bool(made.dynamic), frontend=made.capture)
     resident_bytes = functools.partial(_resident_bytes, model, made)
     return plan_captured(joints, made, made.budget, resident_bytes, may_run=_all_real(model, args, kwargs))
@@ -79,7 +80,8 @@ def max_batch(
     made = settings(budget, **{**options, "dynamic": True})
     resident_bytes = functools.partial(_resident_bytes, model, made)
     may_run = _all_real(model, args, kwargs)
-    return largest_batch(with_loss(model, made.loss_fn), args, kwargs, made, resident_bytes, may_run)
+    function = with_outputs(with_loss(model, made.loss_fn), made.outputs)
+    return largest_batch(function, args, kwargs, made, resident_bytes, may_run)
 
 
 def _all_real(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:

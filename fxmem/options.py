@@ -18,6 +18,7 @@ import torch
 from fxmem.analysis.devices import DeviceSpec, device_spec
 from fxmem.analysis.doctor import offload_folder, why_unusable
 from fxmem.budget import Budget, resolve_budget
+from fxmem.capture.outputs import Outputs
 from fxmem.errors import OptionError
 from fxmem.ir.program import Fission
 from fxmem.planners import get_planner
@@ -44,6 +45,7 @@ class OptionDict(TypedDict, total=False):
     solve_s: float | None
     plan: Plan | None
     fission: Literal["auto", "off"] | Sequence[Fission]
+    outputs: Outputs | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Settings:
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
     `fission`: may ops be split along a dimension, in parts that run one after the other? "auto": where a plan is the
     cheaper for it; "off": never; or the regions to split (as in `plan.program.fissions`).
+    `outputs`: what of the model's result is used: names of fields (the others become None), or a function of the result
+    whose result is returned. Logits that nobody asks for need not be made whole.
     """
 
     budget: Budget = None
@@ -75,6 +79,7 @@ class Settings:
     solve_s: float | None = None
     plan: Plan | None = None
     fission: Literal["auto", "off"] | Sequence[Fission] = "auto"
+    outputs: Outputs | None = None
 
 
 NAMES = tuple(field.name for field in fields(Settings))
@@ -111,6 +116,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "dynamic": ((bool, NoneType), "True, False or None"),
     "device_spec": ((str, os.PathLike, DeviceSpec, NoneType), "a preset's name or a JSON file's path"),
     "solve_s": ((numbers.Real, NoneType), "a positive number of seconds"),
+    "outputs": ((str, Sequence, Callable, NoneType), "a name, names, or a function"),  # type: ignore[dict-item]
     "plan": ((Plan, NoneType), "an fxmem.Plan (fxmem.Plan.load reads one)"),
 }
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fxmem.budget import Budget
 from fxmem.capture.loss import with_loss
+from fxmem.capture.outputs import with_outputs
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan
 from fxmem.step.backend import step_of_torch_compile
@@ -59,6 +60,7 @@ class Planned:
         source = self.function.forward if isinstance(self.function, nn.Module) else self.function
         if self._step is None or source != self._source:
             called = source if self.made.loss_fn is None else with_loss(self.function, self.made.loss_fn)
+            called = with_outputs(called, self.made.outputs)
             self._step, self._source = compile_step(called, self.settings), source
         return self._step
 

@@ -128,3 +128,35 @@ def test_backward_twice_and_a_tangent_that_is_not_one() -> None:
     (2.0 * loss).backward()
     for found, wanted in zip([p.grad for p in module.parameters()], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Answer(nn.Module):
+    """Returns its logits beside its loss, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = Classifier()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.classifier.head(self.classifier.body(x))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_outputs_that_nobody_uses_are_not_made_whole() -> None:
+    args = classifier()[1]
+    torch.manual_seed(0)
+    module = Answer()
+    whole, used = (fxmem.plan(module, args, "min", outputs=outputs) for outputs in (None, "loss"))
+    assert used.peak_bytes < whole.peak_bytes
+    module(*args)["loss"].backward()
+    expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    step = fxmem.compile(module, budget=used.peak_bytes + 2**16, outputs=["loss"])
+    found = step(*args)
+    found["loss"].backward()
+    assert found["logits"] is None
+    for p, wanted in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6)
+    assert fxmem.compile(module, outputs=lambda result: result["loss"])(*args).ndim == 0
+    with pytest.raises(Exception, match="no score"):
+        fxmem.compile(module, outputs="score")(*args)
