@@ -81,7 +81,8 @@ class Border:
     def _can_derive(self, tensor: fx.Node, base: fx.Node, needed: Set[fx.Node]) -> bool:
         """Is it no dearer to have the base whole: because it is anyhow, or is hardly larger?"""
         is_there = base not in self.growth.made or self.growth.made[base] == "sum"
-        return is_there or base in needed or self._is_needed(base) or nbytes(base) <= 2 * _extent_bytes(tensor)
+        is_hardly_larger = _extent_bytes(base) <= 2 * _extent_bytes(tensor)
+        return is_there or base in needed or self._is_needed(base) or is_hardly_larger
 
     def _find_levels(self) -> None:
         for node in self.growth.nodes:
@@ -110,6 +111,7 @@ class Border:
 
 
 def _extent_bytes(tensor: fx.Node) -> int:
+    """Bytes from a tensor's first element to its last."""
     value: Any = tensor.meta["val"]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(last + 1) * value.element_size()
