@@ -1,4 +1,4 @@
-"""Tensors that a graph makes, and then writes in place part by part: what keeps that the same as making them at once."""
+"""Tensors that a graph makes, and then writes in place part by part: what makes that the same as making them whole."""
 
 from __future__ import annotations
 
