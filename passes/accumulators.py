@@ -1,4 +1,4 @@
-"""Tensors that a graph makes, and then writes in place part by part: what keeps that the same as making them at once."""
+"""Tensors that a graph makes, and then writes in place part by part: what makes that the same as making them whole."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def verify_accumulators(joint: JointGraph) -> None:
 
     Concerns writes that say which op's part they are (`META`). Raises VerifyError naming the node at fault.
     """
+    nodes = _Nodes(joint)
     inputs = _input_storages(joint)
     written: dict[int, list[fx.Node]] = defaultdict(list)
     for node in joint.nodes:
@@ -35,7 +36,7 @@ def verify_accumulators(joint: JointGraph) -> None:
     for key, writes in written.items():
         if key in inputs:
             raise VerifyError(f"{writes[0].name} writes a part into an input of the graph")
-        _verify(joint.nodes, key, writes)
+        _verify(nodes, key, writes)
 
 
 def writes_own(joint: JointGraph) -> set[fx.Node]:
@@ -45,13 +46,28 @@ def writes_own(joint: JointGraph) -> set[fx.Node]:
     return {node for node, arguments in written if arguments and inputs.isdisjoint(map(_storage, arguments))}
 
 
-def _verify(nodes: Sequence[fx.Node], key: int, writes: Sequence[fx.Node]) -> None:
-    owner = next(node for node in nodes if key in _storages(node))
+class _Nodes:
+    """Who makes, and who reads, which storage; looked up once."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.index = {node: i for i, node in enumerate(joint.nodes)}
+        self.owner: dict[int, fx.Node] = {}
+        self.readers: dict[int, list[fx.Node]] = defaultdict(list)
+        storages = {node: _storages(node) for node in self.index}
+        for node in self.index:
+            for key in storages[node]:
+                self.owner.setdefault(key, node)
+            for key in {key for n in node.all_input_nodes for key in storages[n]}:
+                self.readers[key].append(node)
+
+
+def _verify(nodes: _Nodes, key: int, writes: Sequence[fx.Node]) -> None:
+    owner = nodes.owner[key]
     again = next((n for n in (owner, *writes) if "recompute_of" in n.meta.get(META, {})), None)
     if again is not None:
         raise VerifyError(f"{again.name} runs again, and parts are written into {owner.name}")
-    for node in nodes[: nodes.index(writes[-1])]:
-        if any(key in _storages(n) for n in node.all_input_nodes) and not _passes_on(node, key):
+    for node in nodes.readers[key]:
+        if nodes.index[node] < nodes.index[writes[-1]] and not _passes_on(node, key):
             raise VerifyError(f"{node.name} reads {owner.name} before its last part {writes[-1].name} is there")
     for write in writes:
         if any(key in _storages(n) for n in write.all_input_nodes if n not in written_args(write)):

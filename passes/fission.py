@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fxmem.analysis.region import Item, Loop, Region, is_tensor, maker, tensors_made
-from fxmem.analysis.regions import grow
 from fxmem.analysis.region_growth import is_dropout
+from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
 from fxmem.errors import PlanMismatch
@@ -140,7 +140,9 @@ class _Writer:
         args, kwargs = fx.map_arg(part_call(op, self.region.members[op], self._shrunk(part)), arguments.__getitem__)
         if self._adds_in_place(op, part):
             accumulated = (self._growing[op], *args)
-            self._grown(op, part, self._call(_ADDED_IN_PLACE[op.target], accumulated, self._sum_name(op, part), op, part))
+            self._grown(
+                op, part, self._call(_ADDED_IN_PLACE[op.target], accumulated, self._sum_name(op, part), op, part)
+            )
             return
         made = self._call(op.target, args, f"{op.name}_part{part}", op, part, kwargs)
         for tensor, position in tensors_made(op):
@@ -189,7 +191,9 @@ class _Writer:
         made = self._parts.pop((tensor, part))
         is_half = tensor.meta["val"].dtype in _HALF
         if part > 0:
-            made = self._call(aten.add_.Tensor, (self._growing[tensor], made), self._sum_name(tensor, part), tensor, part)
+            made = self._call(
+                aten.add_.Tensor, (self._growing[tensor], made), self._sum_name(tensor, part), tensor, part
+            )
         elif is_half:
             options = {"dtype": torch.float32}
             made = self._call(aten._to_copy.default, (made,), self._sum_name(tensor, part), tensor, part, options)

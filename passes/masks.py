@@ -1,4 +1,4 @@
-"""Dropout as a mask that is drawn at once, and a product with it that can run part by part: the same draws as before."""
+"""Dropout as a mask that is drawn at once, and a product with it that can run part by part: the draws stay the same."""
 
 from __future__ import annotations
 

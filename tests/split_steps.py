@@ -1,6 +1,6 @@
 """Captured steps for tests of fission: split, run on real tensors, and compared with the step as it was."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ class Step:
         inputs = (n for n in self.joint.nodes if n.op == "placeholder" and n.name not in static)
         return self.fission(self.index(next(inputs).name), 0, num_parts, fuse=fuse)
 
+    def fissions(self, seed: int) -> Iterator[Fission]:
+        """Splits in two of one tensor along each of its dims that leave something in parts, both ways if they can be."""
+        value = self.joint.nodes[seed].meta["val"]
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            for fuse in (False, True) if size > 1 else ():
+                fission = self.fission(seed, dim, fuse=fuse)
+                if not self.region(fission).refused:
+                    yield fission
+
     def region(self, fission: Fission) -> Region:
         return grow(self.joint, fission)
 
@@ -55,9 +64,7 @@ class Step:
 
     def run(self, joint: JointGraph, tangent: float = 1.0) -> list[Tensor | None]:
         """Outputs of `joint`, under the same random seed each time."""
-        left = iter(self.args)
-        args = [self._value(node, joint, tangent) for node in joint.nodes if node.op == "placeholder"]
-        args = [next(left).clone() if value is None else value for value in args]
+        args = [*self.inputs(joint), *(self._value(n, joint, tangent) for n in joint.nodes if n.name in joint.tangents)]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             interpreter = fx.Interpreter(joint.graph_module)
@@ -67,18 +74,19 @@ class Step:
         """Split, and compare: gradients by the norm of the difference, with a floor for those that are zero."""
         split = self.split(fission)
         before, after = self.run(self.joint, tangent), self.run(split, tangent)
-        floor = max(float(t.float().norm()) for t in before if t is not None) * 1e-3
-        for number, (one, other) in enumerate(zip(before, after, strict=True)):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-                error = float((one.float() - other.float()).norm()) / max(float(one.float().norm()), floor, 1e-12)
-                assert error <= tolerance, f"output {number}: {error}"
+        assert_close(before, after, tolerance)
         loss, split_loss = before[0], after[0]
         assert loss is not None
         assert split_loss is not None
         assert abs(float(split_loss - loss)) <= tolerance / 10 * abs(float(loss))
         return split
+
+    def inputs(self, joint: JointGraph) -> list[Tensor]:
+        """What forward is called with."""
+        left = iter(self.args)
+        nodes = [node for node in joint.nodes[: joint.num_forward_nodes] if node.op == "placeholder"]
+        values = [self._value(node, joint, 1.0) for node in nodes]
+        return [next(left).clone() if value is None else value for value in values]
 
     def _value(self, node: fx.Node, joint: JointGraph, tangent: float) -> Tensor | None:
         """A parameter, a buffer, or a tangent; None for an argument."""
@@ -88,6 +96,17 @@ class Step:
             return named[joint.names[node.name]].detach().clone()
         value = node.meta["val"]
         return torch.full(value.shape, tangent, dtype=value.dtype) if node.name in joint.tangents else None
+
+
+def assert_close(before: Sequence[Tensor | None], after: Sequence[Tensor | None], tolerance: float) -> None:
+    """Same shapes, strides and dtypes; values by the norm of the difference, with a floor for what should be zero."""
+    floor = max((float(t.float().norm()) for t in before if t is not None), default=0.0) * 1e-3
+    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            error = float((one.float() - other.float()).norm()) / max(float(one.float().norm()), floor, 1e-12)
+            assert error <= tolerance, f"output {number}: {error}"
 
 
 def _captured(module: nn.Module, args: Sequence[Tensor], context: Callable[[], Any]) -> tuple[JointGraph, ...]:

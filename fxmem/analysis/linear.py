@@ -1,8 +1,8 @@
 """How often the incoming gradient multiplies each value of backward: what is linear in it can be scaled afterwards.
 
 A vector-Jacobian product is linear in its vector, but a backward pass as written need not be (a gradient that is
-clamped in it, or divided by its own norm), and part of it does not depend on the gradient at all. So degrees are derived
-op by op; an op that is not known here, and depends on the gradient, has none.
+clamped in it, or divided by its own norm), and part of it does not depend on the gradient at all. So degrees are
+derived op by op; an op that is not known here, and depends on the gradient, has none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ Degree = int | None
 ZERO = -1
 """Degree of a value that is zero all over: it counts as a multiple of anything."""
 
-_LINEAR = frozenset(
-    ["_to_copy", "_unsafe_index", "_unsafe_index_put", "_unsafe_view", "add", "alias", "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diagonal", "expand", "flip", "gather", "index", "index_add", "index_put", "index_select", "masked_fill", "mean", "movedim", "neg", "permute", "repeat", "reshape", "roll", "scatter_add", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sub", "sum", "t", "transpose", "tril", "triu", "unbind", "unfold", "unsqueeze", "view", "where"]
-)
-_PRODUCTS = frozenset(["addmm", "baddbmm", "bmm", "dot", "matmul", "mm", "mul", "mv"])
-_ZEROS = frozenset(["new_zeros", "zeros", "zeros_like"])
-_FILLED = frozenset(["full", "full_like", "new_full", "scalar_tensor"])
+# fmt: off
+_LINEAR = frozenset([
+    "_to_copy", "_unsafe_index", "_unsafe_index_put", "_unsafe_view", "add", "alias", "as_strided", "cat", "clone",
+    "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diagonal", "expand", "flip", "gather", "index",
+    "index_add", "index_put", "index_select", "masked_fill", "mean", "movedim", "neg", "permute", "repeat",
+    "reshape", "roll", "scatter_add", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sub",
+    "sum", "t", "transpose", "tril", "triu", "unbind", "unfold", "unsqueeze", "view", "where",
+])
+# fmt: on
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "dot", "matmul", "mm", "mul", "mv"})
+_ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
+_FILLED = frozenset({"full", "full_like", "new_full", "scalar_tensor"})
 _VALUES = ("fill_value", "s", "value")
 _GRADIENTS = ("grad", "grad_out", "grad_output", "gradOutput")
 
@@ -71,7 +77,7 @@ def _of_product(node: fx.Node, inputs: Mapping[fx.Node, int]) -> Degree:
 
 
 def _of_backward(node: fx.Node, inputs: Mapping[fx.Node, int]) -> Degree:
-    """The derivative of an op, by the names of the schema: a multiple of the gradient that comes in, of nothing else."""
+    """The derivative of an op, by the names of the schema: a multiple of the gradient that comes in, and of no more."""
     arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
     gradients = {node.args[i] for i, a in enumerate(arguments) if a.name in _GRADIENTS and i < len(node.args)}
     others = [degree for n, degree in inputs.items() if n not in gradients]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from fxmem import compat
-from fxmem.analysis.region import Item, Loop, base_of, is_getitem, maker, nbytes, tensors_made
+from fxmem.analysis.region import Item, Loop, base_of, is_getitem, maker, tensors_made
 from fxmem.analysis.region_growth import Growth
 from fxmem.analysis.split_rules import tensor_args
 from fxmem.capture.draws import RNG_STATE
@@ -58,6 +59,15 @@ class Border:
         """Is there a moment at which `tensor`, which a member makes, stands whole?"""
         return tensor in self.whole or maker(tensor) in self.rederived
 
+    def is_own(self, tensor: fx.Node) -> bool:
+        """Do members make the bytes of `tensor`: is it no view of what comes from outside?"""
+        base = base_of(tensor)
+        return tensor in self.growth.made and (base is None or self.is_own(base))
+
+    def is_in_parts(self, tensor: fx.Node) -> bool:
+        """Does `tensor` never stand whole, nor what it is a view of?"""
+        return isinstance(self.growth.made[tensor], int) and not self.is_whole(tensor) and self.is_own(tensor)
+
     def _find_whole(self) -> None:
         needed: set[fx.Node] = set()
         for op in reversed(self.members):
@@ -81,7 +91,8 @@ class Border:
     def _can_derive(self, tensor: fx.Node, base: fx.Node, needed: Set[fx.Node]) -> bool:
         """Is it no dearer to have the base whole: because it is anyhow, or is hardly larger?"""
         is_there = base not in self.growth.made or self.growth.made[base] == "sum"
-        return is_there or base in needed or self._is_needed(base) or nbytes(base) <= 2 * _extent_bytes(tensor)
+        is_hardly_larger = _extent_bytes(base) <= 2 * _extent_bytes(tensor)
+        return is_there or base in needed or self._is_needed(base) or is_hardly_larger
 
     def _find_levels(self) -> None:
         for node in self.growth.nodes:
@@ -110,6 +121,7 @@ class Border:
 
 
 def _extent_bytes(tensor: fx.Node) -> int:
+    """Bytes from a tensor's first element to its last."""
     value: Any = tensor.meta["val"]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return int(last + 1) * value.element_size()
@@ -189,7 +201,7 @@ class _Order:
         """Draws, collectives and writes keep the order they were captured in."""
         outside = [n for n in self.nodes if n not in self.border.growth.members]
         effects = [n for n in outside if is_random(n) or is_collective(n) or written_args(n) or n.target is RNG_STATE]
-        for one, other in zip(effects, effects[1:], strict=False):
+        for one, other in pairwise(effects):
             self._precede(one, other)
 
     def _by_writes(self) -> None:
@@ -226,5 +238,3 @@ def ancestors_among(nodes: Iterable[fx.Node], among: Collection[fx.Node]) -> set
             found.add(node)
             todo.extend(node.all_input_nodes)
     return found
-
-

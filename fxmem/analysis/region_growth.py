@@ -115,7 +115,8 @@ class Growth:
 
     def _close(self) -> bool:
         """Take in what lies between members, however small: outside, it would make some of them wait for others."""
-        return any([self._close_among(among) for among in self._phases])
+        found = [self._close_among(among) for among in self._phases]
+        return any(found)
 
     def _close_among(self, among: Set[fx.Node]) -> bool:
         below: set[fx.Node] = set()
@@ -127,7 +128,8 @@ class Growth:
         for node in reversed(self.nodes):
             if node in below and any(u in self.members or u in above for u in node.users):
                 above.add(node)
-        return any([self._try(node) for node in self.nodes if node in above and self._reads_parts(node)])
+        found = [self._try(node) for node in self.nodes if node in above and self._reads_parts(node)]
+        return any(found)
 
     def _reads_parts(self, node: fx.Node) -> bool:
         return not is_getitem(node) and any(isinstance(self.made.get(n), int) for n in tensor_args(node))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -51,7 +52,7 @@ def grow(joint: JointGraph, fission: Fission) -> Region:
         rederived=frozenset(border.rederived),
         blocked=tuple(sorted(growth.blocked, key=growth.index.__getitem__)),
     )
-    if not any(isinstance(dim, int) and not border.is_whole(t) for t, dim in growth.made.items()):
+    if not any(map(border.is_in_parts, growth.made)):
         return region.refuse(_nothing_in_parts(joint, region))
     return _ordered(joint, _fused(joint, region, border) if fission.fuse else region, border)
 
@@ -68,7 +69,7 @@ def _fault(joint: JointGraph, fission: Fission) -> str:
     size = shape[fission.dim]
     if not isinstance(size, int):
         return f"the size {size} of dimension {fission.dim} of {described(joint, seed)} is not known"
-    is_ascending = all(a < b for a, b in zip(offsets, offsets[1:], strict=False))
+    is_ascending = all(a < b for a, b in pairwise(offsets))
     if len(offsets) < 3 or offsets[0] != 0 or offsets[-1] != size or not is_ascending:
         return f"{offsets} are not the borders of several parts of 0 ... {size}"
     return ""
@@ -85,12 +86,12 @@ def prune(growth: Growth, fuse: bool) -> None:
 
 
 def _useless(border: Border) -> list[fx.Node]:
-    """Members that read nothing in parts, and whose results all stand whole."""
+    """Members that read nothing in parts, and make nothing that stands in parts only."""
     return [
         member
         for member in border.members
-        if not any(in_parts for _, in_parts in border.reads(member))
-        and all(border.is_whole(t) or border.growth.made[t] == "sum" for t, _ in tensors_made(member))
+        if not any(in_parts and border.is_own(n) for n, in_parts in border.reads(member))
+        and not any(border.is_in_parts(t) for t, _ in tensors_made(member))
     ]
 
 

@@ -6,20 +6,27 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from split_steps import Step
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_plans import full_plan
+from split_steps import Step, assert_close
 from torch import Tensor, fx, nn
 from zoo import build
 
 from fxmem.analysis.peak import peak
-from fxmem.analysis.regions import Fission
-from fxmem.capture import JointGraph
+from fxmem.analysis.regions import Fission, grow
+from fxmem.capture import JointGraph, boxed
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.from_fx import program_from_joint
-from fxmem.passes import run_passes
+from fxmem.passes import rewrite, run_passes
 from fxmem.passes.accumulators import verify_accumulators, writes_own
 from fxmem.passes.emit import META
 from fxmem.passes.fission import SplitRegions
+from fxmem.step.lower import lower
+from fxmem.step.measurement import measure
+from fxmem.testing import joint_graphs
+from fxmem.testing.pass_checks import example_args
 
 aten = torch.ops.aten
 
@@ -243,10 +250,55 @@ def test_other_passes_may_not_write_in_place() -> None:
 
 
 def test_every_value_along_every_dim_gives_the_same() -> None:
-    step = plain()
-    num_split = 0
-    for seed, node in enumerate(step.joint.nodes):
-        for fission in step.fissions(seed):
-            num_split += 1
-            step.assert_same(fission)
-    assert num_split > 20
+    step = classifier(rows=4)
+    found = [fission for seed in range(0, len(step.joint.nodes), 7) for fission in step.fissions(seed)]
+    for fission in found:
+        step.assert_same(fission)
+    assert {fission.fuse for fission in found} == {False, True}
+
+
+@settings(max_examples=5)
+@given(joint=joint_graphs((1, 4)), data=st.data())
+def test_random_graphs_split_anywhere_compute_the_same(joint: JointGraph, data: st.DataObject) -> None:
+    tensors = [(i, n.meta["val"]) for i, n in enumerate(joint.nodes) if isinstance(n.meta.get("val"), Tensor)]
+    places = [(i, d, size) for i, value in tensors for d, size in enumerate(value.shape) if size > 1]
+    assume(places)
+    seed, dim, size = data.draw(st.sampled_from(places))
+    num_parts = data.draw(st.integers(2, size))
+    fission = Fission(seed, dim, (*range(0, size, -(-size // num_parts)), size))
+    assume(not grow(joint, fission).refused)
+    is_half = any(value.dtype in (torch.bfloat16, torch.float16) for _, value in tensors)
+    split = run_passes(joint, [SplitRegions((fission,))]).joint
+    assert_close(_outputs(joint), _outputs(split, joint), 5e-2 if is_half else 1e-4)
+
+
+def _outputs(joint: JointGraph, drawn: JointGraph | None = None) -> list[Tensor | None]:
+    args = [a.clone() if isinstance(a, Tensor) else a for a in example_args(drawn or joint)]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return list(fx.Interpreter(joint.graph_module).run(*args, enable_io_processing=False))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_lowered_steps_run_backward_twice_and_measure_as_predicted(fuse: bool) -> None:
+    torch.manual_seed(0)
+    step = Step(Classifier(4096), (torch.randn(64, 8), torch.randint(4096, (64,))))
+    split = step.split(step.whole(4, fuse))
+    program = program_from_joint(split)
+    lowered = lower(rewrite(split, program, full_plan(program)))
+    forward, backward = boxed(lowered.forward), boxed(lowered.backward)
+    expected = step.run(split)
+    args = step.inputs(split)
+
+    def run() -> list[Tensor | None]:
+        with torch.no_grad():
+            return list(backward([*forward(list(args))[1:], torch.ones(())]))
+
+    with torch.no_grad():
+        saved = forward(list(args))[1:]
+        twice = [backward([*saved, torch.ones(())]) for _ in range(2)]
+    for gradients in twice:
+        assert_close(expected[1:], gradients, 1e-6)
+    del saved, twice, gradients
+    measured = measure(lambda: run(), "cpu").peak_bytes
+    assert abs(measured - peak(program).peak_bytes) <= 0.005 * measured
