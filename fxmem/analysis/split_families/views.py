@@ -108,17 +108,18 @@ def other_dims(call: Call) -> Ways:
 
 
 def sliced(call: Call) -> Ways:
-    return aligned(call, _sliced_dims(call))
+    return aligned(call, _cut_dims(call, "self"))
 
 
 def slice_backward(call: Call) -> Ways:
-    return aligned(call, _sliced_dims(call), sizes="input_sizes")
+    return aligned(call, _cut_dims(call, "grad_output"), sizes="input_sizes")
 
 
-def _sliced_dims(call: Call) -> list[int]:
-    """None if the slice is all of the dim, as a part's is then."""
-    is_all = call["start"] in (0, None) and call["step"] == 1 and call["end"] in (None, torch.iinfo(torch.int64).max)
-    return [] if is_all else call.dims("dim", len(call.shape))
+def _cut_dims(call: Call, argument: str) -> list[int]:
+    """The dim that is sliced; none if the slice is all of it, as it is of a part then (an end past a part's is its)."""
+    (dim,) = call.dims("dim", len(call.shape))
+    is_all = call["start"] in (0, None) and call["step"] == 1 and is_same(call.shape_of(argument)[dim], call.shape[dim])
+    return [] if is_all else [dim]
 
 
 def split_apart(call: Call) -> Ways:
