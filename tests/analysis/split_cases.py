@@ -247,7 +247,7 @@ def _cat(d: Draw) -> Args:
     x, dim = _with_dim(d)
     shape = list(x.shape)
     shape[dim] = d.size()
-    return d.choose([x, d.floats(*shape)], [x, x], [x]), dim
+    return d.choose([x, d.floats(*shape)], [x, x], [x], [d.dense(0), x], [d.dense(0), x, x]), dim
 
 
 def _stack(d: Draw) -> Args:

@@ -128,6 +128,16 @@ def split_apart(call: Call) -> Ways:
     return mapped(call, {d: d for d in range(ndim) if d != call["dim"] % ndim})
 
 
+def concatenated(call: Call) -> Ways:
+    """Along the dims in which all tensors are as long as the result; empty vectors, which `cat` skips, are whole."""
+    tensors = [t for t in call.tensors_of("tensors") if t is not None]
+    is_skipped = [t.ndim == 1 < len(call.shape) and is_same(t.shape[0], 0) for t in tensors]
+    kept = [t for t, skipped in zip(tensors, is_skipped, strict=True) if not skipped]
+    for dim in open_dims(call.shape):
+        if all(is_same(t.shape[dim], call.shape[dim]) for t in kept):
+            yield call.way({"tensors": [None if skipped else dim for skipped in is_skipped]}, dim)
+
+
 def stacked(call: Call) -> Ways:
     ndim = len(call.shape)
     for after, before in after_removing(call["dim"] % ndim, ndim):
@@ -190,7 +200,8 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: sliced,
     aten.slice_backward: slice_backward,
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes), split_apart),
-    **dict.fromkeys((aten.cat, aten.flip, aten.roll, aten.slice_scatter), other_dims),
+    **dict.fromkeys((aten.flip, aten.roll, aten.slice_scatter), other_dims),
+    aten.cat: concatenated,
     aten.stack: stacked,
     **dict.fromkeys((aten.tril, aten.triu), triangle),
     aten.repeat: repeated,
