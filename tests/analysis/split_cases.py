@@ -211,7 +211,13 @@ def _select_scatter(d: Draw) -> Args:
 
 def _slice(d: Draw) -> Args:
     x, dim = _with_dim(d)
-    return x, dim, *d.choose((), (0, 2**63 - 1), (1, 3), (0, -1), (None, 2), (0, 2**63 - 1, 2), (-2, 2**63 - 1))
+    return (
+        x,
+        dim,
+        *d.choose(
+            (), (0, 2**63 - 1), (0, x.shape[dim]), (1, 3), (0, -1), (None, 2), (0, 2**63 - 1, 2), (-2, 2**63 - 1)
+        ),
+    )
 
 
 def _slice_backward(d: Draw) -> Args:
@@ -241,7 +247,7 @@ def _cat(d: Draw) -> Args:
     x, dim = _with_dim(d)
     shape = list(x.shape)
     shape[dim] = d.size()
-    return d.choose([x, d.floats(*shape)], [x, x], [x]), dim
+    return d.choose([x, d.floats(*shape)], [x, x], [x], [d.dense(0), x], [d.dense(0), x, x]), dim
 
 
 def _stack(d: Draw) -> Args:

@@ -73,7 +73,8 @@ def labelled(
 
     Along a letter, the arguments that have it are split, unless they are broadcast (size 1) or left out (None, empty).
     A result that lacks the letter is contracted over it: the parts' results are to be added up. None for one that no
-    part can make. `sizes`: by letter, where its size stands among the arguments.
+    part can make. There is no way where a result has the letter with a size of 1: it is the gradient of what was
+    broadcast, or something else unheard of. `sizes`: by letter, where its size stands among the arguments.
     """
     tensors = {name: tensor for name in inputs if (tensor := call.tensor(name)) is not None}
     for letter in sorted({*"".join(inputs.values())} - {"."}):
@@ -91,7 +92,12 @@ def _open_dim(tensor: Tensor, letters: str, letter: str) -> int | None:
 def _labelled_way(
     call: Call, found: Mapping[str, int], outputs: Sequence[str | None], letter: str, sizes: Sequence[Path]
 ) -> Way | None:
-    return call.way(found, [None if text is None else _output(text, letter) for text in outputs], sizes)
+    results = [None if text is None else _output(text, letter) for text in outputs]
+    is_sum_unsaid = any(
+        isinstance(dim, int) and isinstance(tensor, Tensor) and is_same(tensor.shape[dim], 1)
+        for dim, tensor in zip(results, call.results, strict=True)
+    )
+    return None if is_sum_unsaid else call.way(found, results, sizes)
 
 
 def _output(text: str, letter: str) -> Output:

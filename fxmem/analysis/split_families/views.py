@@ -108,23 +108,34 @@ def other_dims(call: Call) -> Ways:
 
 
 def sliced(call: Call) -> Ways:
-    return aligned(call, _sliced_dims(call))
+    return aligned(call, _cut_dims(call, "self"))
 
 
 def slice_backward(call: Call) -> Ways:
-    return aligned(call, _sliced_dims(call), sizes="input_sizes")
+    return aligned(call, _cut_dims(call, "grad_output"), sizes="input_sizes")
 
 
-def _sliced_dims(call: Call) -> list[int]:
-    """None if the slice is all of the dim, as a part's is then."""
-    is_all = call["start"] in (0, None) and call["step"] == 1 and call["end"] in (None, torch.iinfo(torch.int64).max)
-    return [] if is_all else call.dims("dim", len(call.shape))
+def _cut_dims(call: Call, argument: str) -> list[int]:
+    """The dim that is sliced; none if the slice is all of it, as it is of a part then (an end past a part's is its)."""
+    (dim,) = call.dims("dim", len(call.shape))
+    is_all = call["start"] in (0, None) and call["step"] == 1 and is_same(call.shape_of(argument)[dim], call.shape[dim])
+    return [] if is_all else [dim]
 
 
 def split_apart(call: Call) -> Ways:
     """`split`: several results, of the input's dims."""
     ndim = call.ndim("self")
     return mapped(call, {d: d for d in range(ndim) if d != call["dim"] % ndim})
+
+
+def concatenated(call: Call) -> Ways:
+    """Along the dims in which all tensors are as long as the result; empty vectors, which `cat` skips, are whole."""
+    tensors = [t for t in call.tensors_of("tensors") if t is not None]
+    is_skipped = [t.ndim == 1 < len(call.shape) and is_same(t.shape[0], 0) for t in tensors]
+    kept = [t for t, skipped in zip(tensors, is_skipped, strict=True) if not skipped]
+    for dim in open_dims(call.shape):
+        if all(is_same(t.shape[dim], call.shape[dim]) for t in kept):
+            yield call.way({"tensors": [None if skipped else dim for skipped in is_skipped]}, dim)
 
 
 def stacked(call: Call) -> Ways:
@@ -189,7 +200,8 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: sliced,
     aten.slice_backward: slice_backward,
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes), split_apart),
-    **dict.fromkeys((aten.cat, aten.flip, aten.roll, aten.slice_scatter), other_dims),
+    **dict.fromkeys((aten.flip, aten.roll, aten.slice_scatter), other_dims),
+    aten.cat: concatenated,
     aten.stack: stacked,
     **dict.fromkeys((aten.tril, aten.triu), triangle),
     aten.repeat: repeated,
