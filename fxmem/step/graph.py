@@ -190,7 +190,7 @@ def read_once(program: Program, storages: Set[int]) -> Program:
     """`program` in which no op that reads one of `storages` may run again."""
 
     def pinned(op: Op) -> Op:
-        reads = not program.is_folded(op) and storages.intersection(program.reads(op))
+        reads = not program.is_folded(op) and not storages.isdisjoint(program.reads(op))
         if op.is_input or op.region == "backward" or not reads:
             return op
         args = op.args[:-1] if program.state_op(op) is not None else op.args
