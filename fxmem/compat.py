@@ -614,7 +614,7 @@ class AotTrace:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Keep what is traced inside."""
-        second_stage = getattr(aot, "aot_stage2_compile", None)
+        second_stage: Any = getattr(aot, "aot_stage2_compile", None)
         if second_stage is None:
             yield
             return
@@ -634,13 +634,14 @@ class AotTrace:
         state, captured, metadata, compilers = self._made
         state, captured = copy.copy(state), dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
         state.fw_metadata = _own_containers(metadata)
+        second_stage: Any = aot.__dict__["aot_stage2_compile"]
         mode = detect_fake_mode(state.flat_args)
         with contextlib.ExitStack() as stack:
             if mode is not None:
                 stack.enter_context(mode)
                 if mode.shape_env is not None:
                     stack.enter_context(enable_python_dispatcher())
-            run, _ = aot.aot_stage2_compile(state, captured, partition_fn, *compilers)
+            run, _ = second_stage(state, captured, partition_fn, *compilers)
 
         def forward(*args: Any) -> Any:
             return run(list(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -182,3 +183,28 @@ def truncated_bptt(compile_: Compile) -> Steps:
     for _ in range(4):
         yield partial(step, model, *labelled(64), kept)
         update(optimizer)
+
+
+@loop(share=0.95)
+def gradient_penalty(compile_: Compile) -> Steps:
+    """A critic whose slope between real and fake is held at one: the gradient of a gradient."""
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = [WIDTH, 4 * WIDTH, 4 * WIDTH, 4 * WIDTH]
+            layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
+            self.body = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            score: Tensor = self.body(x)
+            return score
+
+    def step(model: Any, real: Tensor, fake: Tensor) -> Tensor:
+        mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        loss: Tensor = model(fake).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return plain(compile_(Critic()), (pair(256) for _ in range(4)), step)

@@ -235,3 +235,24 @@ def tied_weights(compile_: Compile) -> Steps:
             self.head.weight = self.embed.weight
 
     return plain(compile_(Tied()), ([torch.randint(64, (16, 48))] for _ in range(4)))
+
+
+@loop()
+def traced(compile_: Compile) -> Steps:
+    """Every block calls what Dynamo can't read; captured without it, a smaller last batch included."""
+
+    class Breaking(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+                unreadable(x)
+            logits: Tensor = self.head(x)
+            return logits
+
+    model = compile_(Breaking(num_blocks=6), capture="trace")
+    return plain(model, (labelled(rows) for rows in (256, 256, 180, 256, 256)), classify)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def unreadable(x: Tensor) -> str:
+    return str(x.shape)

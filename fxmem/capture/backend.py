@@ -43,8 +43,9 @@ def make_backend(
     """A backend for `torch.compile`: Dynamo -> AOTAutograd without decompositions -> `partition` -> `compiler`.
 
     `compiler` makes the code of the forward, backward and inference modules. `inference` is told of graphs without
-    backward, which otherwise pass through. `trace`: what AOTAutograd traced of the module before, or is to be kept. Each call returns a new object, so that Dynamo, which keeps compiled code by
-    backend, never returns the code of another budget.
+    backward, which otherwise pass through. `trace`: what AOTAutograd traced of the module before, or is to be kept of
+    it. Each call returns a new object, so that Dynamo, which keeps compiled code by backend, never returns the code of
+    another budget.
     """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -144,7 +144,7 @@ class _Body(nn.Module):
 
     def __init__(self, function: Callable[..., Any], call: _Call) -> None:
         super().__init__()
-        self._run = lambda *args, **kwargs: function(*args, **kwargs)  # no child: its parameters come as arguments
+        self._function = (function,)  # no child: its parameters come as arguments
         self._places, self._build = call.places, call.build
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self._held = _Attributes(call.modules)
@@ -157,7 +157,7 @@ class _Body(nn.Module):
                 (leaves if slot.table is None else slot.table)[slot.name] = tensors[number]
             self._held.placed()
             args, kwargs = self._build(leaves)
-            result = self._run(*args, **kwargs)
+            result = self._function[0](*args, **kwargs)
         outputs, self.result = _taken_apart(result)
         return tuple(outputs)
 

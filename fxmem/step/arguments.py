@@ -146,7 +146,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 def undifferentiable(gradients: Sequence[Tensor | None], message: str) -> tuple[Tensor | None, ...]:
     """`gradients` as results of an op whose backward raises CaptureError with `message`."""
     anchor = torch.empty(0, requires_grad=True)
-    refused: tuple[Tensor | None, ...] = _Undifferentiable.apply(message, anchor, *gradients)
+    apply: Any = _Undifferentiable.apply
+    refused: tuple[Tensor | None, ...] = apply(message, anchor, *gradients)
     return refused
 
 

@@ -56,6 +56,7 @@ class Call:
     outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
     is_open: bool = True
+    is_differentiated: bool = False  # its backward, to be differentiated itself, ran in eager mode
 
     def origin(self, position: int, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Made | Key | None:
         """Where argument number `position` comes from, in terms of the calls that a plan knows."""
@@ -342,6 +343,7 @@ class _Backward:
             with torch.no_grad():
                 gradients = compiled(grads)
             return undifferentiable(gradients, str(found))
+        self.call.is_differentiated = True
         for gradient in found:
             if gradient is not None and gradient.requires_grad:
                 gradient.register_hook(self._differentiated)

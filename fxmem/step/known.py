@@ -30,6 +30,7 @@ class Known:
     """One kind of step. `parts`, `order`: its calls and their backwards; `beside`: what was measured around them.
 
     `variants`: what each call runs; `fissions`: how its graph is split there. `plan`: of the whole step.
+    `is_differentiated`: a backward ran in eager mode, under `create_graph`.
     """
 
     prefix: tuple[Key, ...]
@@ -42,6 +43,7 @@ class Known:
     fissions: StepFissions
     plan: Plan
     unplanned_bytes: int
+    is_differentiated: bool = False
     margin_bytes: int = 0
     num_retries: int = 0
     is_verified: bool = False
@@ -139,7 +141,9 @@ class Known:
         """Where code runs between the graphs that no plan reaches, for an error's text."""
         reasons = dict.fromkeys(graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
         named = [reason for reason in reasons if reason is not None]
-        return f" (not planned: what runs between its graphs, after {'; '.join(named[:3])})" if named else ""
+        found = [f"what runs between its graphs, after {'; '.join(named[:3])}"] if named else []
+        found += ["backward under create_graph"] if self.is_differentiated else []
+        return f" (not planned: {'; '.join(found)})" if found else ""
 
     @property
     def plan_actions(self) -> tuple[Action, ...]:
@@ -188,6 +192,7 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
         fissions=tuple(plan.program.fissions for plan in episode.plans),
         plan=own,
         unplanned_bytes=0,
+        is_differentiated=any(call.is_differentiated for call in calls),
     )
     known.plan = _judged(known, calls, schedules)
     known.unplanned_bytes = known.plan.baseline_peak_bytes

@@ -67,6 +67,10 @@ def test_the_part_under_create_graph_counts_against_the_budget():
     penalized(step, *batch).backward()
     assert step.step.measured_peak_bytes > step.step.budget_bytes
     assert step.num_retries == 1
+    with pytest.raises(fxmem.BudgetInfeasible, match=r"not planned: backward under create_graph"):
+        for _ in range(5):
+            critic.zero_grad()
+            penalized(step, *batch).backward()
 
 
 def test_second_derivatives_for_the_input():

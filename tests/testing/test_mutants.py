@@ -28,7 +28,6 @@ from tests.testing import broken
 from tests.testing.runs import run
 
 MOST_EXAMPLES = 300
-KNOWN = {"in-place ops"}  # capture refuses some graphs of in-place ops whose result is returned (a known limit)
 
 
 def assert_caught(strategy: st.SearchStrategy[Any], check: Callable[[Any], Any], *, kind: Any = AssertionError) -> None:
@@ -58,12 +57,12 @@ def test_broken_schedules(actions_of):
 
 @pytest.mark.parametrize("order", broken.RIGHT_ORDERS)
 def test_right_orders(order):
-    run(joint_graphs(without=KNOWN), lambda joint: _check_order(joint, order), 10)
+    run(joint_graphs(), lambda joint: _check_order(joint, order), 10)
 
 
 @pytest.mark.parametrize("order", broken.BROKEN_ORDERS)
 def test_broken_orders(order):
-    assert_caught(joint_graphs(without=KNOWN), lambda joint: _check_order(joint, order))
+    assert_caught(joint_graphs(), lambda joint: _check_order(joint, order))
 
 
 def _check_order(joint, order):

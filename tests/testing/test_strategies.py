@@ -61,11 +61,11 @@ def test_graph_modules() -> None:
 
 @pytest.mark.slow
 def test_joint_graphs() -> None:
-    """A random schedule, transfers included, played on the graph; `in-place ops`: see test_mutants.KNOWN."""
+    """A random schedule, transfers included, played on the graph."""
 
     @st.composite
     def planned(draw):
-        joint = draw(joint_graphs((1, 5), without={"in-place ops"}))
+        joint = draw(joint_graphs((1, 5)))
         program = program_from_joint(joint)
         return joint, program, draw(schedules(program, ("host",), why_not_offloadable(joint, program, 1)))
 
@@ -108,9 +108,9 @@ def test_compiled_modules() -> None:
 
 
 # Eager mode draws with other ops and rounds bfloat16 elsewhere; Dynamo warns of functions on what learns nothing;
-# in-place ops: see test_mutants.KNOWN; the others are not tried here.
+# the others are not tried here.
 NOT_COMPILED = {
-    "random", "low precision", "custom functions", "in-place ops", "overwritten inputs", "outputs", "empty tensors"
+    "random", "low precision", "custom functions", "overwritten inputs", "outputs", "empty tensors"
 }  # fmt: skip
 
 
