@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz asan bench sweep lint types clean distclean
+.PHONY: help venv demo test test-fast fuzz asan bench sweep lint types docs clean distclean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -27,6 +27,7 @@ help:
 	@echo "make bench      benches into $(RESULTS)/"
 	@echo "make sweep      torch's operators and modules, and architectures, under budgets (SAMPLE=50: some of them)"
 	@echo "make lint types ruff, import-linter; mypy --strict"
+	@echo "make docs       the documentation as a site in build/site; warnings are errors"
 	@echo "make clean      build products and caches (distclean: .venv too)"
 
 venv: $(STAMP)
@@ -89,6 +90,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/scratch

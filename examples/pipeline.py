@@ -10,7 +10,7 @@ import fxmem
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers:
@@ -22,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model, x, target = Model(), torch.randn(64, 32), torch.randn(64, 32)
+    model, x, target = Model(), torch.randn(1024, 32), torch.randn(1024, 32)
     pipe = fxmem.pipeline(model, (x, target), 0.9, num_stages=2, num_microbatches=4, schedule="1f1b-n")
     stage = pipe.stage(rank)
     schedule = pipe.schedule(stage)

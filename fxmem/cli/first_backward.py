@@ -172,12 +172,13 @@ def _name_in(names: Mapping[str, Any], module: nn.Module) -> str:
 def _optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     """The optimizer, of those alive, that holds the module's parameters."""
     mine = {id(p) for p in module.parameters()}
-    for value in gc.get_objects():
-        if issubclass(type(value), torch.optim.Optimizer):  # isinstance would ask lazy objects for their class
-            held = {id(p) for group in value.param_groups for p in group["params"]}
-            if held & mine:
-                return value
-    return None
+    found: list[torch.optim.Optimizer] = [
+        value
+        for value in gc.get_objects()
+        if issubclass(type(value), torch.optim.Optimizer)  # isinstance would ask lazy objects for their class
+        and any(id(p) in mine for group in value.param_groups for p in group["params"])
+    ]
+    return found[0] if found else None
 
 
 @contextlib.contextmanager

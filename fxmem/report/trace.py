@@ -50,13 +50,18 @@ def _op(run: Run, span: Span, track: int) -> Event:
     action = run.actions[span.step]
     if isinstance(action, (Compute, Recompute)):
         op = run.program.ops[action.op]
-        args = {"op": op.target, "module": op.module, "line": short_source(op.source), "region": op.region}
+        args: dict[str, Any] = {
+            "op": op.target,
+            "module": op.module,
+            "line": short_source(op.source),
+            "region": op.region,
+        }
         again = isinstance(action, Recompute)
         return _slice(op.shown + "_remat" * again, span.start_s, span.end_s, track, args | {"again": again})
     storage = action.storage  # type: ignore[union-attr]  # copies are of a storage
     made = run.program.ops[run.program.producer[storage]]
-    args = {"bytes": run.program.nbytes()[storage], "module": made.module}
-    return _slice(f"{type(action).__name__.lower()} {made.shown}", span.start_s, span.end_s, track, args)
+    moved = {"bytes": run.program.nbytes()[storage], "module": made.module}
+    return _slice(f"{type(action).__name__.lower()} {made.shown}", span.start_s, span.end_s, track, moved)
 
 
 def _modules(run: Run, spans: list[Span]) -> Iterator[Event]:

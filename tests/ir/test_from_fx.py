@@ -44,7 +44,21 @@ def test_parameters_and_their_gradients_are_called_as_in_the_model() -> None:
     program = program_from_joint(joint)
     labels = {op.label for op in program.ops if op.label}
     named = {name for name, _ in model.named_parameters()}
-    assert labels == named | {f"gradient of {name}" for name in named}
+    others = {"argument 0", "argument 1", "gradient of output 0"}
+    assert labels == named | {f"gradient of {name}" for name in named} | others
+
+
+def test_ops_know_their_modules_in_forward_and_backward() -> None:
+    model, args = zoo.build("mlp")
+    (joint,) = capture(model, args)
+    program = program_from_joint(joint)
+    paths = {name for name, _ in model.named_modules()}
+    assert {op.module for op in program.ops} <= paths
+    for op in program.ops:
+        if op.target == "aten.gelu.default" or op.target == "aten.gelu_backward.default":
+            assert op.module.endswith(".2")
+    regions = {op.region for op in program.ops if op.module == "blocks.1.1"}
+    assert regions == {"forward", "backward"}
     assert Program.from_json(program.to_json()) == program
 
 
