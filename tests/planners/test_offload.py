@@ -14,7 +14,7 @@ from bench.offload import machine, margins, run
 from fxmem.errors import BudgetInfeasible, OptionError, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options
-from fxmem.planners.chains.graph_starts import state_of
+from fxmem.planners.recompute.replay import state_of
 from fxmem.planners.kernel.binding import State
 from fxmem.planners.kernel.joint import KEEP, OFFLOAD, JointKernel, offloadable
 from fxmem.planners.offload.bound import OffloadBound
