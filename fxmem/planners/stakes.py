@@ -42,5 +42,5 @@ def stakes(problem: Problem, options: Options) -> Stakes:
     share = 1.0 if options.start is None else options.start_share
     least_s = _LEAST_S + _LEAST_PER_KERNEL_S * problem.num_kernels
     limit_s = default_limit_s(problem)
-    smallest_s = min(limit_s, _SMALLEST_PER_KERNEL_S * problem.num_kernels)
+    smallest_s = min(2 * limit_s / 3, _SMALLEST_PER_KERNEL_S * problem.num_kernels)
     return Stakes(now, share * limit_s, share * least_s, share * smallest_s)

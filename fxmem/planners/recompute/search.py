@@ -28,8 +28,10 @@ _ROUNDS = 100  # of perturbing one state before it is the next one's turn
 _TEMPERATURES = (3e-3, 1e-3, 1e-2)  # in steps, lap by lap over the states kept
 _FIRST_TURNS = 18  # before the solver's turn, whose time is hardly ever well spent where these help
 _SHARE_ABOVE = 600  # kernels; below, every storage is worth its own look
-_PATIENCE = 6  # sixteenths of a search in which nothing better came
+_TURNS = 12  # a state's turn to be perturbed takes at most such a part of the time for all
+_PATIENCE, _IMPATIENCE = 8, 2  # sixteenths of a search without anything better; where perturbing brought nothing either
 _MOST_HOPELESS = 2  # budgets in a row that brought nothing nearer to fitting
+_REPAIR_SHARE = 0.125  # of the effort for a budget: of repairing what had a larger one
 _NESTED_S = 1.0  # of effort that must be left for it to be worth a nested plan
 
 
@@ -113,20 +115,21 @@ def certify(pool: Pool, bound: LowerBound, deadline_s: float, max_moments: int) 
 
 
 def perturb(pool: Pool, deadline_s: float, turns: Iterable[int]) -> None:
-    """The states kept, perturbed in turn, a hundred rounds each."""
+    """The states kept, perturbed in turn, a hundred rounds each at most."""
+    most_s = (deadline_s - pool.kernel.effort.now()) / _TURNS
     for turn in turns:
         if not pool.fitting or pool.kernel.effort.now() >= deadline_s:
             return
         at, lap = turn % len(pool.fitting), turn // _NUM_KEPT
         pool.kernel.load(pool.fitting[at][2])
         left_s, temperature = deadline_s - pool.kernel.effort.now(), _TEMPERATURES[lap % len(_TEMPERATURES)]
-        score = pool.kernel.perturb(pool.budget_bytes, left_s, _ROUNDS, temperature=temperature)
+        score = pool.kernel.perturb(pool.budget_bytes, min(left_s, most_s), _ROUNDS, temperature=temperature)
         pool.add(score, pool.kernel.store())
 
 
-def search(pool: Pool, until: Callable[[], float], seed: int) -> None:
+def search(pool: Pool, until: Callable[[], float], seed: int, patience: int) -> None:
     """In turn noisy evictions, each promising one perturbed a little, and the states kept, perturbed. Ends at the
-    deadline, which comes nearer as there is less to gain, or when nothing better has come for long."""
+    deadline, which comes nearer as there is less to gain, or when nothing better has come for `patience` sixteenths."""
     kernel, budget = pool.kernel, pool.budget_bytes
     deadline_s = until()
     noisy = NoisyEviction(kernel, budget, pool.peak_bytes, seed)
@@ -134,7 +137,7 @@ def search(pool: Pool, until: Callable[[], float], seed: int) -> None:
     effort = kernel.effort
     slice_s = max(0.02, (deadline_s - effort.now()) / 16)
     improved_s, known, turns = effort.now(), pool.best_s, itertools.count()
-    while effort.now() < min(deadline_s, improved_s + _PATIENCE * slice_s):
+    while effort.now() < min(deadline_s, improved_s + patience * slice_s):
         end = min(deadline_s, effort.now() + 2 * slice_s)
         while effort.now() < end:
             _noisy_step(pool, noisy, deadline_s)
@@ -169,7 +172,8 @@ def smallest(
         middle = (low + best[0]) // 2
         pool = Pool(kernel, middle, peak_bytes)
         end = min(deadline_s, kernel.effort.now() + (deadline_s - kernel.effort.now()) / 3)
-        for state in (best[1], *evicted_states(kernel, middle, peak_bytes)):
+        pool.improve(best[1], kernel.effort.now() + _REPAIR_SHARE * (end - kernel.effort.now()))
+        for state in () if pool.best is not None else evicted_states(kernel, middle, peak_bytes):
             pool.improve(state, end)
             if pool.best is not None or kernel.effort.now() > end:
                 break
@@ -252,6 +256,7 @@ def improve(
             spent_s = pool.kernel.effort.now() - limit.started_s
             options.progress(spent_s, f"{message}; best so far +{extra:.2f} %")
 
+    is_barren = False
     say("first bound")
     certify(pool, bound, until(0.2), 1)
     say("candidates")
@@ -259,7 +264,9 @@ def improve(
         quick(pool, family, until(0.3))
         _nest(pool, until(1.0), nested)
         pool.kernel.seed(options.seed)
+        known = pool.best_s
         perturb(pool, until(0.4), range(_FIRST_TURNS))
+        is_barren = pool.best_s >= known
     say("bound")
     certify(pool, bound, until(0.45), _MAX_MOMENTS)
     bound.finish(until(0.7), pool.best_s)
@@ -267,7 +274,7 @@ def improve(
         pool.improve(state, until(1.0))
     say("search")
     if not bound.closes(pool.best_s):
-        search(pool, lambda: until(1.0), options.seed)
+        search(pool, lambda: until(1.0), options.seed, _IMPATIENCE if is_barren else _PATIENCE)
 
 
 def _nest(pool: Pool, deadline_s: float, nested: Nested) -> None:
