@@ -50,13 +50,15 @@ class _Arrivals:
     def __init__(
         self, problem: Problem, standing: IntArray, sure: npt.NDArray[np.bool_], first: IntArray, last: IntArray
     ) -> None:
-        self.problem, self.standing = problem, standing.tolist()
-        self.nbytes, self.producer = problem.nbytes.tolist(), problem.producer.tolist()
-        self.last = np.where(sure, last, -1).tolist()
+        self.problem = problem
+        self.standing: list[int] = standing.tolist()
+        self.nbytes: list[int] = problem.nbytes.tolist()
+        self.producer: list[int] = problem.producer.tolist()
+        self.last: list[int] = np.where(sure, last, -1).tolist()
         change = np.zeros(problem.num_kernels + 2, dtype=np.int64)
         np.add.at(change, first[sure] + 1, problem.nbytes[sure])
         np.add.at(change, last[sure] + 1, -problem.nbytes[sure])
-        self.crossing = np.cumsum(change).tolist()
+        self.crossing: list[int] = np.cumsum(change).tolist()
 
     def least_bytes(self) -> int:
         """The most that the operands of any backward kernel take."""

@@ -178,9 +178,9 @@ def smallest(
             if pool.best is not None or kernel.effort.now() > end:
                 break
         if pool.best is None and not asked:
-            asked, state = True, nested(middle)
-            if state is not None:
-                pool.improve(state, end)
+            asked, proposed = True, nested(middle)
+            if proposed is not None:
+                pool.improve(proposed, end)
         if pool.best is None:
             _first_fit(pool, family, end, seed)
         assert pool.nearest is not None
@@ -205,9 +205,7 @@ def _first_fit(pool: Pool, family: CutFamily, deadline_s: float, seed: int) -> N
             noisy.accept(score.peak_bytes, setting)
 
 
-def plan_recompute(
-    problem: Problem, budget_bytes: int, options: Options, nested: Nested = lambda _: None
-) -> Solution:
+def plan_recompute(problem: Problem, budget_bytes: int, options: Options, nested: Nested = lambda _: None) -> Solution:
     """Least extra time found under the budget in `solve_s` by recomputation alone; `nested` is asked where forward has
     to run more than twice.
 
@@ -241,9 +239,7 @@ def plan_recompute(
     return solution(kernel, pool.best, bound.seconds, {"candidates": len(pool.seen), "work": effort.work})
 
 
-def improve(
-    pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, options: Options, nested: Nested
-) -> None:
+def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, options: Options, nested: Nested) -> None:
     """Everything `auto` knows, until the bound is reached, nothing more is found, time is up, or what is left to gain
     is worth less."""
 

@@ -1,8 +1,8 @@
 """Tiny problems solved outright: a shortest path over sets of live storages (Dijkstra 1959, doi:10.1007/BF01386390).
 
 A place is (next kernel of the captured order, set of forward storages alive). From there the next kernel runs, or is
-skipped if it is forward's and nothing needs it, or, in backward, a forward kernel runs (again). What a kernel touched is
-then kept or forgotten; nothing is gained by forgetting it later. So the path is the fastest schedule of the captured
+skipped if it is forward's and nothing needs it, or, in backward, a forward kernel runs (again). What a kernel touched
+is then kept or forgotten; nothing is gained by forgetting it later. So the path is the fastest schedule of the captured
 order that recomputes forward kernels in backward, and the path with the lowest highest step has the smallest peak.
 """
 
@@ -165,8 +165,8 @@ class _Facts:
 
 def is_tiny(problem: Problem) -> bool:
     """Whether all schedules can be looked at: few storages, few kernels, nothing written in place."""
-    forward = np.count_nonzero((problem.producer >= 0) & (problem.producer < problem.num_forward))
-    return forward <= _MOST_STORAGES and problem.num_kernels <= _MOST_KERNELS and not mutated(problem).any()
+    forward = int(np.count_nonzero((problem.producer >= 0) & (problem.producer < problem.num_forward)))
+    return forward <= _MOST_STORAGES and problem.num_kernels <= _MOST_KERNELS and not bool(mutated(problem).any())
 
 
 def _facts(problem: Problem) -> _Facts:
