@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fxmem.planners.problem import Problem
 from fxmem.planners.registry import Options
 
-STEPS = 300
+STEPS = 500
 """So many steps have to give the time of a search back."""
 _LEAST_S, _LEAST_PER_KERNEL_S = 0.1, 1e-3
 _SMALLEST_SHARE, _SMALLEST_PER_KERNEL_S = 2 / 3, 0.025

@@ -243,8 +243,8 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, opt
     """Everything `auto` knows, until the bound is reached, nothing more is found, time is up, or what is left to gain
     is worth less."""
 
-    def until(share: float) -> float:
-        return limit.until(share, pool.best_s - bound.seconds)
+    def until(share: float, of_gain: float = 1.0) -> float:
+        return limit.until(share, of_gain * (pool.best_s - bound.seconds))
 
     def say(message: str) -> None:
         if options.progress is not None:
@@ -261,7 +261,7 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, opt
         _nest(pool, until(1.0), nested)
         pool.kernel.seed(options.seed)
         known = pool.best_s
-        perturb(pool, until(0.4), range(_FIRST_TURNS))
+        perturb(pool, until(0.4, 0.5), range(_FIRST_TURNS))  # the rest is the bound's
         is_barren = pool.best_s >= known
     say("bound")
     certify(pool, bound, until(0.45), _MAX_MOMENTS)
