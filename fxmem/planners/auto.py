@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fxmem.planners.chains.graph_starts import plan_alone
 from fxmem.planners.offload.search import plan_with_offload
 from fxmem.planners.problem import Problem
-from fxmem.planners.recompute.search import plan_recompute
 from fxmem.planners.registry import Options, Solution, register
 
 
@@ -14,5 +14,5 @@ def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
 
     Raises BudgetInfeasible with the smallest peak found.
     """
-    chosen = plan_with_offload if options.tiers and options.machine.links else plan_recompute
+    chosen = plan_with_offload if options.tiers and options.machine.links else plan_alone
     return chosen(problem, budget_bytes, options)

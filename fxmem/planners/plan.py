@@ -275,7 +275,9 @@ def make_plan(program: Program, budget: Budget, planner: str = "auto", options: 
         found = wish or Solution(baseline_actions(problem), notes={"why": "no budget"})
         return replace(judge(program, found.actions, "none", None, options.machine), notes=found.notes)
     if limit == "min":
-        limit = _smallest_budget(problem, planner, options)
+        limit, start = _smallest_budget(problem, planner, options)
+        if start and options.start is None:
+            options = replace(options, start=start, start_share=1.0)
     elif isinstance(limit, float):
         limit = int(limit * unplanned(program).peak_bytes)
     try:
@@ -302,9 +304,10 @@ def _solve(planner: str, problem: Problem, limit: int, options: Options, wish: S
         return wish
 
 
-def _smallest_budget(problem: Problem, planner: str, options: Options) -> int:
+def _smallest_budget(problem: Problem, planner: str, options: Options) -> tuple[int, tuple[Action, ...]]:
+    """Bytes, and the schedule that needs so many, if the planner told."""
     try:
         solve(planner, problem, problem.base_bytes, options)
     except BudgetInfeasible as error:
-        return error.min_bytes
-    return problem.base_bytes
+        return error.min_bytes, error.actions
+    return problem.base_bytes, ()

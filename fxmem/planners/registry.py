@@ -20,7 +20,9 @@ class Options:
 
     `solve_s`: limit on the work, in seconds of a reference core (None: the planner's own choice); `effort` counts it.
     `tiers`: where bytes may be offloaded to. `machine`: links of those tiers. `pinned`: storages that may not be
-    offloaded. `progress`: called with (seconds spent, message) now and then.
+    offloaded. `progress`: called with (seconds spent, message) now and then. `start`: a plan of a program like this one
+    (its actions, or the storages that it saves), from which the search begins; it then takes `start_share` of the
+    effort that it would choose itself.
     """
 
     solve_s: float | None = None
@@ -28,6 +30,8 @@ class Options:
     machine: Machine = field(default_factory=Machine)
     pinned: frozenset[int] = frozenset()
     seed: int = 0
+    start: tuple[Action, ...] | frozenset[int] | None = None
+    start_share: float = 0.25
     progress: Callable[[float, str], None] | None = None
     effort: Effort = field(default_factory=Effort, repr=False, compare=False)
 

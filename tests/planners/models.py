@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fxmem.ir.program import Op, Program, Region, Storage
 
 MIB = 2**20
@@ -102,3 +104,18 @@ def products() -> Program:
     grad_x = mul(g, ac, "backward")
     grad_ac = mul(g, x, "backward")
     return b.build("products", [total], [grad_z, grad_ab, grad_c, grad_x, grad_ac])
+
+
+def irregular(length: int, seed: int = 0) -> Program:
+    """A chain with skips, its bytes and seconds drawn: bounds and plans hardly ever meet on it."""
+    rng = np.random.default_rng(seed)
+    b = Builder()
+    made = [b.add("input", [], 64)]
+    for _ in range(length):
+        args = [made[-1], made[int(rng.integers(len(made)))]]
+        made.append(b.add("op", args, int(rng.integers(1, 50)) * 1024, float(rng.integers(1, 9))))
+    grad = b.add("tangent", [], 4, region="backward")
+    for i in range(length, 0, -1):
+        args = [grad, made[i - 1], made[int(rng.integers(i + 1))]]
+        grad = b.add("op_backward", args, int(rng.integers(1, 20)) * 1024, 1.0, "backward")
+    return b.build("irregular", [made[-1]], [grad])

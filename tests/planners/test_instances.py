@@ -28,7 +28,7 @@ def load(name: str) -> Program:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), CASES)
 def test_extra_time_reaches_the_experiment(name: str, share: float) -> None:
-    row = run(load(name), share, "auto", Options(solve_s=10.0))
+    row = run(load(name), share, "auto", Options())
     tightest = sorted(REACHED[name])[:2]
     assert row["feasible"]
     assert row["bound_pct"] <= row["extra_pct"] + 1e-6
@@ -38,5 +38,5 @@ def test_extra_time_reaches_the_experiment(name: str, share: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALLEST))
 def test_smallest_budget_reaches_the_experiment(name: str) -> None:
-    row = run(load(name), "min", "auto", Options(solve_s=8.0))
+    row = run(load(name), "min", "auto", Options())
     assert row["budget_fraction"] <= 1.01 * SMALLEST[name]

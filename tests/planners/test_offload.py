@@ -14,7 +14,6 @@ from bench.offload import machine, margins, run
 from fxmem.errors import BudgetInfeasible, OptionError, VerifyError
 from fxmem.ir.program import Program
 from fxmem.planners import Options
-from fxmem.planners.chains.graph_starts import state_of
 from fxmem.planners.kernel.binding import State
 from fxmem.planners.kernel.joint import KEEP, OFFLOAD, JointKernel, offloadable
 from fxmem.planners.offload.bound import OffloadBound
@@ -22,6 +21,7 @@ from fxmem.planners.offload.search import JointPool
 from fxmem.planners.plan import judge, make_plan
 from fxmem.planners.problem import Problem, reduce_program
 from fxmem.planners.recompute.bound import free_lunch_s
+from fxmem.planners.recompute.replay import state_of
 from fxmem.planners.registry import Solution, get_planner
 from fxmem.schedule import Machine, simulate
 from fxmem.schedule.actions import Offload

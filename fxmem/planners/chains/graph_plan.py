@@ -196,7 +196,7 @@ class _Search:
     tier: Tier
     may_move: npt.NDArray[np.uint8]
     best: tuple[float, tuple[Action, ...]] | None = None
-    least: int = 1 << 62
+    least: tuple[int, tuple[Action, ...]] = (1 << 62, ())
     tried: int = 0
     work: int = 0  # left to the present knob
 
@@ -208,7 +208,8 @@ class _Search:
         result = simulate(self.problem.program, actions, self.machine)
         self.tried += 1
         self.work -= len(actions)
-        self.least = min(self.least, result.peak_bytes)
+        if result.peak_bytes < self.least[0]:
+            self.least = result.peak_bytes, actions
         if result.peak_bytes > self.budget_bytes:
             return False
         if self.best is None or result.seconds < self.best[0]:
@@ -328,7 +329,7 @@ def chain_planner(tries: Tries, moves: bool) -> Planner:
                     search.largest(blocks, *make(blocks), price)
             options.effort.spend(_ACTION_S * (allowed - search.work))
         if search.best is None:
-            raise BudgetInfeasible(budget_bytes, search.least)
+            raise BudgetInfeasible(budget_bytes, search.least[0], actions=search.least[1])
         return Solution(search.best[1], 0.0, {"schedules tried": search.tried})
 
     return plan

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define NEVER (1 << 30)
+enum { MOST_PER_KERNEL = 2000 };   /* visits, and as many again as there are kernels: several times what is usual */
 
 typedef struct {
     Ctx *c;
@@ -18,7 +19,10 @@ typedef struct {
     double *start;                 /* seconds from the start of the step to kernel k, all saved */
     int now;                       /* kernel being run */
     int fits;
+    int64_t deadline;              /* work after which it gives up: where hardly anything fits, values chase each other */
 } Run;
+
+static int is_lost(const Run *r) { return *r->c->work > r->deadline; }
 
 static int local_next_use(const Run *r, int s) {
     const Ctx *c = r->c;
@@ -43,7 +47,7 @@ static void update(Run *r, int s) {
     int was = r->next_use[s];
     ++*r->c->work;
     r->next_use[s] = local_next_use(r, s);
-    if (r->next_use[s] != was && !r->alive[s]) operands_changed(r, r->c->prod[s]);
+    if (r->next_use[s] != was && !r->alive[s] && !is_lost(r)) operands_changed(r, r->c->prod[s]);
 }
 
 static void operands_changed(Run *r, int k) {
@@ -179,7 +183,7 @@ static void acquire(Run *r, int k) {
         r->lock[c->ri[i]]++;
         if (r->now >= c->nf) r->touched[c->ri[i]] = r->now;
     }
-    for (int i = c->rp[k]; i < c->rp[k + 1]; i++) if (!r->alive[c->ri[i]]) recompute(r, c->ri[i]);
+    for (int i = c->rp[k]; i < c->rp[k + 1] && !is_lost(r); i++) if (!r->alive[c->ri[i]]) recompute(r, c->ri[i]);
 }
 
 static void start(Run *r) {
@@ -200,7 +204,7 @@ static void start(Run *r) {
 /* Forward kernels needed only by backward are run too: repair and polish skip them where that pays. */
 static void play(Run *r) {
     Ctx *c = r->c;
-    for (r->now = 0; r->now < c->N; r->now++) {
+    for (r->now = 0; r->now < c->N && !is_lost(r); r->now++) {
         int k = r->now;
         acquire(r, k);
         run_kernel(r, k);
@@ -213,15 +217,15 @@ static void play(Run *r) {
     }
 }
 
-/* Fill the state with what the eviction did; returns 1 if it never ran out of room. */
+/* Fill the state with what the eviction did; returns 1 if it never ran out of room, nor out of patience. */
 int fx_evict(Ctx *c, int64_t room, double alpha, double beta, const double *factor) {
     size_t n = (size_t)c->S + 1;
     int *ints = calloc(5 * n, sizeof(int));
     Run r = {c, room, 0, alpha, beta, factor, calloc(n, 1), ints, ints + n, ints + 2 * n, ints + 3 * n, ints + 4 * n,
-             malloc(sizeof(double) * n), malloc(sizeof(double) * ((size_t)c->N + 1)), 0, 1};
+             malloc(sizeof(double) * n), malloc(sizeof(double) * ((size_t)c->N + 1)), 0, 1, *c->work + (int64_t)c->N * (MOST_PER_KERNEL + c->N)};
     fx_clear(c);
     start(&r);
     play(&r);
     free(ints); free(r.alive); free(r.start); free(r.chain);
-    return r.fits;
+    return r.fits && !is_lost(&r);
 }

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from fxmem.errors import BudgetInfeasible, OptionError
-from fxmem.planners.chains.graph_starts import chain_solutions, state_of
+from fxmem.planners.chains.graph_starts import chain_solutions, plan_alone
 from fxmem.planners.effort import Effort
 from fxmem.planners.kernel.binding import State
 from fxmem.planners.kernel.joint import JointKernel, JointScore, offloadable, within
@@ -24,7 +24,9 @@ from fxmem.planners.recompute import search as recompute
 from fxmem.planners.recompute.bound import LowerBound, free_lunch_s, least_bytes
 from fxmem.planners.recompute.evict import evicted_states
 from fxmem.planners.recompute.mincut import CutFamily
+from fxmem.planners.recompute.replay import started, state_of
 from fxmem.planners.registry import Options, Solution, by_speed
+from fxmem.planners.stakes import stakes
 from fxmem.planners.tiers import fits, spread, together
 from fxmem.schedule import simulate
 from fxmem.schedule.actions import Offload, Tier
@@ -178,7 +180,7 @@ class _Rivals:
         """Just what `auto` answers without a tier."""
         options = replace(self.options, tiers=(), effort=Effort())
         try:
-            found = recompute.plan_recompute(self.problem, self.budget_bytes, options)
+            found = plan_alone(self.problem, self.budget_bytes, options)
             return replace(found, notes={"tier": "none: the link is too slow"})
         except BudgetInfeasible as error:
             return error
@@ -207,12 +209,11 @@ def _plan_on(tier: Tier, problem: Problem, budget_bytes: int, options: Options, 
 
 
 class _Run:
-    """One call of the joint planner; deadlines are shares of `limit_s`."""
+    """One call of the joint planner; deadlines are shares of its limit."""
 
     def __init__(self, problem: Problem, budget_bytes: int, options: Options, tier: Tier, rivals: _Rivals) -> None:
         self.effort = options.effort
-        self.started, self.options, self.tier, self.rivals = self.effort.now(), options, tier, rivals
-        self.limit_s = recompute.default_limit_s(problem) if options.solve_s is None else options.solve_s
+        self.options, self.tier, self.rivals, self.limit = options, tier, rivals, stakes(problem, options)
         can = offloadable(problem, options.pinned)
         self.kernel = JointKernel(problem, options.machine.links[tier], can, self.effort)
         self.pool = JointPool(self.kernel, budget_bytes, -free_lunch_s(problem))
@@ -225,11 +226,13 @@ class _Run:
 
     def until(self, share: float) -> float:
         """The moment at which `share` of the time is spent."""
-        return self.started + share * self.limit_s
+        return self.limit.until(share, self.pool.best_s - self.pool.floor_s)
 
     def start(self) -> None:
-        """Greedily from everything saved: often enough on a fast link."""
+        """Greedily from everything saved: often enough on a fast link; and from the plan given, if any."""
         self.pool.improve(self.kernel.all_saved(), self.until(0.5))
+        if self.options.start is not None:
+            self.pool.improve(started(self.kernel.problem, self.options.start), self.until(0.5))
 
     def improve(self) -> None:
         """Everything the joint planner knows, until nothing is left to gain or time is up."""
@@ -241,7 +244,8 @@ class _Run:
         pool.improve_all(three_way_states(kernel, family, budget), self.until(0.27))
         self.chains()
         if self.link_hardly_helps() and self.alone_might_win():
-            self.limit_s /= 2  # recomputation alone gets its full time afterwards
+            # recomputation alone gets its full time afterwards
+            self.limit = replace(self.limit, limit_s=self.limit.limit_s / 2)
         search(pool, self.until(0.87), self.options.seed)
         if not pool.is_closed:
             bound.solve(self.until(0.97), True, pool.best_s)
@@ -284,7 +288,7 @@ class _Run:
         began = self.effort.now()
         solutions = self.rivals.solutions
         if self.options.solve_s is None:
-            self.started += self.effort.now() - began
+            self.limit = replace(self.limit, started_s=self.limit.started_s + self.effort.now() - began)
         for found in solutions:
             self.compare(found)
             self.pool.improve(state_of(self.kernel.problem, found.actions), self.until(0.5))
@@ -303,7 +307,7 @@ class _Run:
         if self.pool.is_closed or self.budget_bytes < least_bytes(problem):
             return False
         bound = LowerBound(problem, self.kernel.cand, self.budget_bytes, effort=self.effort)
-        deadline_s = self.effort.now() + _BOUND_SHARE * self.limit_s
+        deadline_s = self.effort.now() + _BOUND_SHARE * self.limit.limit_s
         while len(bound.moments) < _BOUND_MOMENTS and self.effort.now() < deadline_s:
             more = bound.step(deadline_s, best_s)
             if best_s <= bound.seconds + _PROVEN * problem.baseline_s:
@@ -323,7 +327,7 @@ class _Run:
         kernel, alone, budget = self.kernel, self.rivals.alone, self.budget_bytes
         if isinstance(alone, Solution):
             return state_of(kernel.problem, alone.actions)
-        deadline_s = self.effort.now() + self.limit_s / 2
+        deadline_s = self.effort.now() + self.limit.smallest_s / 2
         start = state_of(kernel.problem, alone.actions)
         kernel.load(start)
         low, best = kernel.problem.base_bytes, (kernel.evaluate(0).peak_bytes, start)

@@ -7,16 +7,19 @@ import numpy.typing as npt
 
 from fxmem.planners.effort import Effort
 from fxmem.planners.kernel.binding import Kernel, State
-from fxmem.planners.problem import Problem
+from fxmem.planners.problem import IntArray, Problem
 from fxmem.planners.recompute.moments import MomentModel, last_readers, required_kernels
 
 _LARGE = 2500
 _CLOSED = 1e-4  # a gap of this share of the step counts as none
 
 
+_LINKS = 3  # of a chain of recomputations that a bound on the peak follows
+
+
 def least_bytes(problem: Problem) -> int:
-    """The largest working set of a single kernel, with what stands there in any schedule of the captured order: no
-    budget below this is feasible."""
+    """The largest working set of a single kernel, with what stands there in any schedule of the captured order, and of
+    getting its operands there: no budget below this is feasible."""
     nf, num_kernels = problem.num_forward, problem.num_kernels
     required = required_kernels(problem)
     first, last = problem.producer, last_readers(problem, [*np.flatnonzero(required).tolist(), *range(nf, num_kernels)])
@@ -33,7 +36,56 @@ def least_bytes(problem: Problem) -> int:
         read = problem.reads(k)
         standing[k] += problem.nbytes[read[~sure[read] | (last[read] < k)]].sum()
     runs = np.concatenate([required, np.ones(num_kernels - nf, dtype=np.bool_)])
-    return problem.base_bytes + int(standing[runs].max(initial=0))
+    least = int(standing[runs].max(initial=0))
+    return problem.base_bytes + max(least, _Arrivals(problem, standing, sure, first, last).least_bytes())
+
+
+class _Arrivals:
+    """What it takes to have the operands of a backward kernel there: each stands while the kernel before it runs, or is
+    made between the two, beside what crosses the gap in any schedule; so are the operands of what makes it.
+
+    `standing[k]`: bytes that no schedule avoids while k runs. `sure[s]`: storage s stands from `first[s]` to `last[s]`.
+    """
+
+    def __init__(
+        self, problem: Problem, standing: IntArray, sure: npt.NDArray[np.bool_], first: IntArray, last: IntArray
+    ) -> None:
+        self.problem = problem
+        self.standing: list[int] = standing.tolist()
+        self.nbytes: list[int] = problem.nbytes.tolist()
+        self.producer: list[int] = problem.producer.tolist()
+        self.last: list[int] = np.where(sure, last, -1).tolist()
+        change = np.zeros(problem.num_kernels + 2, dtype=np.int64)
+        np.add.at(change, first[sure] + 1, problem.nbytes[sure])
+        np.add.at(change, last[sure] + 1, -problem.nbytes[sure])
+        self.crossing: list[int] = np.cumsum(change).tolist()
+
+    def least_bytes(self) -> int:
+        """The most that the operands of any backward kernel take."""
+        kernels = range(self.problem.num_forward + 1, self.problem.num_kernels)
+        needs = ((s, k) for k in kernels for s in self.problem.operands[k] if self._is_open(s, k))
+        return max((self._arrive(s, k, _LINKS) for s, k in needs), default=0)
+
+    def _is_open(self, storage: int, kernel: int) -> bool:
+        """Whether it is decided if `storage` stands before `kernel`."""
+        return 0 <= self.producer[storage] < self.problem.num_forward and self.last[storage] < kernel
+
+    def _arrive(self, storage: int, kernel: int, links: int) -> int:
+        problem, before = self.problem, kernel - 1
+        is_there = storage in problem.operands[before] or storage in problem.results[before]
+        stays = self.standing[before] + (0 if is_there or self.last[storage] >= before else self.nbytes[storage])
+        maker = self.producer[storage]
+        if not problem.recomputable[maker]:
+            return stays
+        takes = self.crossing[kernel] + int(problem.workspace_bytes[maker])
+        takes += sum(self.nbytes[s] for s in problem.results[maker])
+        operands = [s for s in problem.operands[maker] if self._is_open(s, kernel)]
+        takes += sum(self.nbytes[s] for s in operands)
+        for operand in operands:
+            if takes >= stays or not links:
+                break
+            takes = max(takes, self._arrive(operand, kernel, links - 1))
+        return min(stays, takes)
 
 
 def free_lunch_s(problem: Problem) -> float:
