@@ -45,7 +45,7 @@ class Candidates:
         is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
         self._joint = run_passes(joint, [LossNormalForm()]).joint if is_open else None
         found = {r.fission: len(r.members) * r.fission.num_parts for r in self._regions()}
-        self.fissions = [(fission,) for fission in sorted(found, key=found.__getitem__)]
+        self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
 
     def _regions(self) -> Iterator[Region]:
         if self._joint is None:

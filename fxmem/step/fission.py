@@ -50,7 +50,7 @@ def cheapest(
     unsplit = look(first, program_of(first))
     limit = _bytes(budget, program_of(first))
     keys = [] if limit is None or unsplit.peak_bytes <= limit else others()
-    if not keys:
+    if limit is None or not keys:
         return first, solve(first, 1.0)
     outlooks = (look(key, program_of(key)) for key in keys)
     if budget == "min":

@@ -21,7 +21,7 @@ from fxmem.passes.offload import why_not_offloadable
 from fxmem.planners import Options
 from fxmem.planners.plan import STAYS, Plan, make_plan
 from fxmem.planners.problem import reduce_program
-from fxmem.planners.recompute.search import default_limit_s
+from fxmem.planners.stakes import default_limit_s
 from fxmem.schedule import Machine
 from fxmem.step.joined import Joined
 from fxmem.step.ranks import made_once
