@@ -1,8 +1,8 @@
 """`SplitRegions`: ops of a region run part by part, in loops that are written out in the joint graph.
 
-What comes from outside is sliced; what is needed whole is put together by writing each part where it belongs in a tensor
-made for it, or added up in place in the first part's result. Each write returns what the next one takes, so that data
-flow alone says that readers come after the last part.
+What comes from outside is sliced; what is needed whole is put together by writing each part where it belongs in a
+tensor made for it, or added up in place in the first part's result. Each write returns what the next one takes, so that
+data flow alone says that readers come after the last part.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _extent_bytes(tensor: fx.Node) -> int:
     """Bytes from a tensor's first element to its last."""
     value: Any = tensor.meta["val"]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return int(last + 1) * value.element_size()
+    return int((last + 1) * value.element_size())
 
 
 class CyclicOrder(Exception):
