@@ -48,7 +48,7 @@ class Step:
         return self.fission(self.index(next(inputs).name), 0, num_parts, fuse=fuse)
 
     def fissions(self, seed: int) -> Iterator[Fission]:
-        """Splits in two of one tensor along each of its dims that leave something in parts, both ways if they can be."""
+        """Splits in two of one tensor, along each of its dims, that leave something in parts."""
         value = self.joint.nodes[seed].meta["val"]
         for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             for fuse in (False, True) if size > 1 else ():
