@@ -52,8 +52,8 @@ class Settings:
     ("auto": the host, and the disk if its folder can be used).
     `offload_dir`: folder of the disk tier. `inner`: who runs the rewritten graph.
     `capture`: "dynamo", or "trace" for models that break into many graphs (see `fxmem.capture.traced`).
-    `optimizer`: its state counts against the budget. `loss_fn`: called as loss_fn(output, target), target being the last
-    argument of the step.
+    `optimizer`: its state counts against the budget. `loss_fn`: called as loss_fn(output, target), target being the
+    last argument of the step.
     `dynamic`: sizes of inputs are symbols (None: those that were seen to change).
     `device_spec`: plan for that machine (a preset or JSON file), not this one.
     `solve_s`: limit on the planner's work, in seconds of a reference core. `plan`: use this plan instead of making one.
