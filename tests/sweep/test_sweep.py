@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.sweep import Trial, _tried, detached, main, rows, sampled
 
-OPS = ("addmm", "cumsum", "mul in place", "nn_functional_dropout", "var_mean", "linalg_qr", "sort", "index_add", "index_put")
+OPS = ("addmm", "cumsum", "mul in place", "nn_functional_dropout", "var_mean", "linalg_qr", "sort", "index_add")
+OPS += ("index_put",)
 MODULES = ("nn_BatchNorm1d", "nn_GELU", "nn_Conv2d", "nn_Embedding")
 
 
