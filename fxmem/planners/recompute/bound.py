@@ -20,6 +20,8 @@ _LINKS = 3  # of a chain of recomputations that a bound on the peak follows
 def least_bytes(problem: Problem) -> int:
     """The largest working set of a single kernel, with what stands there in any schedule of the captured order, and of
     getting its operands there: no budget below this is feasible."""
+    if problem.num_kernels == 0:
+        return problem.base_bytes
     nf, num_kernels = problem.num_forward, problem.num_kernels
     required = required_kernels(problem)
     first, last = problem.producer, last_readers(problem, [*np.flatnonzero(required).tolist(), *range(nf, num_kernels)])
