@@ -70,10 +70,10 @@ def working_set_bytes(plan: fxmem.Plan) -> int:
 def run(name: str, size: zoo.Size, tier: str, folder: str | Path, solve_s: float | None = None) -> Row:
     """One line of the table. The measured peak is the allocator's, of a step after the first."""
     module, args = build(name, size)
-    alone = fxmem.plan(module, args, "min", solve_s=solve_s)
-    step = fxmem.compile(module, tiers=tier, offload_dir=folder, solve_s=solve_s)
+    alone = fxmem.plan(module, args, "min", fission="off", solve_s=solve_s)
+    step = fxmem.compile(module, tiers=tier, offload_dir=folder, fission="off", solve_s=solve_s)
     expected = gradients(module, step, args)
-    floor = fxmem.plan(module, args, "min", tiers=tier, offload_dir=folder, solve_s=solve_s)
+    floor = fxmem.plan(module, args, "min", tiers=tier, offload_dir=folder, fission="off", solve_s=solve_s)
     budget = max(int(0.85 * alone.peak_bytes), floor.peak_bytes)
     step.set_budget(budget)
     found = [gradients(module, step, args) for _ in range(2)]

@@ -635,8 +635,10 @@ class AotTrace:
         state, captured = copy.copy(state), dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
         state.fw_metadata = _own_containers(metadata)
         second_stage: Any = aot.__dict__["aot_stage2_compile"]
-        mode = detect_fake_mode(state.flat_args)
+        values = (node.meta.get("val") for node in captured.graph_module.graph.nodes)
+        mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)  # the context's may be a later one
         with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(TracingContext(mode)))
             if mode is not None:
                 stack.enter_context(mode)
                 if mode.shape_env is not None:

@@ -33,6 +33,7 @@ class Options:
     start: tuple[Action, ...] | frozenset[int] | None = None
     start_share: float = 0.25
     progress: Callable[[float, str], None] | None = None
+    certify: bool = True
     effort: Effort = field(default_factory=Effort, repr=False, compare=False)
 
 

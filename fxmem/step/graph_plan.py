@@ -27,6 +27,9 @@ from fxmem.step.joined import Joined
 from fxmem.step.ranks import made_once
 
 
+_MANY = 1.5  # times the ops: a loss region adds few of them, the whole step a multiple
+
+
 def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> Program:
     """The graph as a Program with seconds and workspace of every op, on this device or on `device_spec`.
 
@@ -84,7 +87,13 @@ def planner_options(program: Program, settings: Settings, share: float = 1.0) ->
     solve_s = settings.solve_s
     if share < 1.0:
         solve_s = share * (default_limit_s(reduce_program(program)) if solve_s is None else solve_s)
-    return Options(solve_s=solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+    certify = share == 1.0 and not _is_written_out(program)
+    return Options(certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+
+
+def _is_written_out(program: Program) -> bool:
+    """Was the graph split into so many parts alike that a solver would be lost among them?"""
+    return program.unsplit is not None and len(program.ops) > _MANY * len(program.unsplit.ops)
 
 
 def _progress(name: str) -> Callable[[float, str], None]:

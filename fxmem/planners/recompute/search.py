@@ -253,8 +253,9 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, opt
             options.progress(spent_s, f"{message}; best so far +{extra:.2f} %")
 
     is_barren = False
-    say("first bound")
-    certify(pool, bound, until(0.2), 1)
+    if options.certify:
+        say("first bound")
+        certify(pool, bound, until(0.2), 1)
     say("candidates")
     if not bound.closes(pool.best_s):
         quick(pool, family, until(0.3))
@@ -263,11 +264,12 @@ def improve(pool: Pool, bound: LowerBound, family: CutFamily, limit: Stakes, opt
         known = pool.best_s
         perturb(pool, until(0.4, 0.5), range(_FIRST_TURNS))  # the rest is the bound's
         is_barren = pool.best_s >= known
-    say("bound")
-    certify(pool, bound, until(0.45), _MAX_MOMENTS)
-    bound.finish(until(0.7), pool.best_s)
-    for state in bound.states:
-        pool.improve(state, until(1.0))
+    if options.certify:
+        say("bound")
+        certify(pool, bound, until(0.45), _MAX_MOMENTS)
+        bound.finish(until(0.7), pool.best_s)
+        for state in bound.states:
+            pool.improve(state, until(1.0))
     say("search")
     if not bound.closes(pool.best_s):
         search(pool, lambda: until(1.0), options.seed, _IMPATIENCE if is_barren else _PATIENCE)
