@@ -101,7 +101,7 @@ def check(module: nn.Module, args: Sequence[Any], folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", ["gpt2_dropout", "llama", "resnet50", "unet", "mlp"])  # of each kind one: minutes each
 def test_models_of_the_zoo(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, args = zoo.build(name)
     if name == "unet":  # one level has every op; the others cost minutes of compilation
