@@ -636,7 +636,7 @@ class AotTrace:
         state.fw_metadata = _own_containers(metadata)
         second_stage: Any = aot.__dict__["aot_stage2_compile"]
         values = (node.meta.get("val") for node in captured.graph_module.graph.nodes)
-        mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)  # the context's may be a later one
+        mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)  # not that of another capture
         with contextlib.ExitStack() as stack:
             stack.enter_context(tracing(TracingContext(mode)))
             if mode is not None:

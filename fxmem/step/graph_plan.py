@@ -26,7 +26,6 @@ from fxmem.schedule import Machine
 from fxmem.step.joined import Joined
 from fxmem.step.ranks import made_once
 
-
 _MANY = 1.5  # times the ops: a loss region adds few of them, the whole step a multiple
 
 
@@ -88,7 +87,8 @@ def planner_options(program: Program, settings: Settings, share: float = 1.0) ->
     if share < 1.0:
         solve_s = share * (default_limit_s(reduce_program(program)) if solve_s is None else solve_s)
     certify = share == 1.0 and not _is_written_out(program)
-    return Options(certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=_progress(program.name))
+    progress = _progress(program.name)
+    return Options(certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=progress)
 
 
 def _is_written_out(program: Program) -> bool:
