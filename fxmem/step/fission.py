@@ -51,7 +51,7 @@ def cheapest(
     limit = _bytes(budget, program_of(first))
     keys = [] if limit is None or unsplit.peak_bytes <= limit else others()
     if limit is None or not keys:
-        return first, solve(first, 1.0)
+        return first, _solved(solve, first)
     outlooks = (look(key, program_of(key)) for key in keys)
     if budget == "min":
         return _smallest([unsplit, *outlooks], solve)
@@ -73,10 +73,19 @@ def _bytes(budget: Budget, program: Program) -> int | None:
     return int(limit * unplanned(program).peak_bytes) if isinstance(limit, float) else limit
 
 
+def _solved(solve: Solve[T], key: T, share: float = 1.0) -> Plan:
+    """The plan of a form; where there is none, the error says of which form."""
+    try:
+        return solve(key, share)
+    except BudgetInfeasible as error:
+        error.form = key
+        raise
+
+
 def _smallest(outlooks: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
     """The form that goes lowest, among the one of least need and the unsplit one."""
     least = min(outlooks, key=lambda form: form.least_bytes)
-    plans = [(key, solve(key, 1.0)) for key in dict.fromkeys((least.key, outlooks[0].key))]
+    plans = [(key, _solved(solve, key)) for key in dict.fromkeys((least.key, outlooks[0].key))]
     return min(plans, key=lambda found: (found[1].peak_bytes, found[1].extra_s))
 
 
@@ -92,8 +101,9 @@ class _Choice(Generic[T]):
         """`others` are made one by one, as long as what was found may be worth improving."""
         if unsplit.least_bytes <= self.limit:
             self._try(unsplit, 1.0)
-        trials = []
+        trials, looked = [], [unsplit]
         for form in others if not self._is_good else ():
+            looked.append(form)
             if self._may_win(form) and (trial := self._try(form, _TRIAL)) is not None:
                 trials.append((trial.extra_s, form))
             if self._is_good:
@@ -101,8 +111,8 @@ class _Choice(Generic[T]):
         for extra_s, form in sorted(trials, key=lambda found: found[0])[:1]:
             if form.peak_bytes > self.limit and extra_s > form.split_s:
                 self._try(form, 1.0)
-        if self.found is None:
-            self._try(unsplit, 1.0)
+        if self.found is None:  # then the error names the smallest budget of the one that needs least
+            self._try(min(looked, key=lambda form: form.least_bytes), 1.0)
         if self.found is None:
             raise min(self.refusals, key=lambda error: error.min_bytes)
         return self.found
@@ -119,9 +129,8 @@ class _Choice(Generic[T]):
 
     def _try(self, form: Outlook[T], share: float) -> Plan | None:
         try:
-            plan = self.solve(form.key, share)
+            plan = _solved(self.solve, form.key, share)
         except BudgetInfeasible as error:
-            error.form = form.key
             self.refusals.append(error)
             return None
         if self.found is None or plan.extra_s < self.found[1].extra_s:

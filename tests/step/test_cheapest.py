@@ -1,0 +1,74 @@
+"""The choice among forms, on programs made by hand and plans that say what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxmem.errors import BudgetInfeasible
+from fxmem.ir.program import Op, Program, Storage
+from fxmem.planners.plan import Plan, baseline_actions, judge
+from fxmem.planners.problem import reduce_program
+from fxmem.schedule import Machine
+from fxmem.step.fission import cheapest
+
+
+def program(nbytes: int, seconds: float = 1.0) -> Program:
+    """One value that backward reads, made in `seconds`."""
+
+    def op(index: int, region: str, args: tuple[int, ...], storage: int, seconds: float = 0.0) -> Op:
+        is_input = not args
+        return Op(index, f"op{index}", "t", region, args, (storage,), is_input=is_input, seconds=seconds)  # type: ignore[arg-type]
+
+    return Program(
+        "p",
+        (op(0, "forward", (), 0), op(1, "forward", (0,), 1, seconds), op(2, "forward", (1,), 2),
+         op(3, "backward", (), 3), op(4, "backward", (1, 3), 4, seconds)),
+        (Storage(0, 8), Storage(1, nbytes), Storage(2, 4), Storage(3, 4), Storage(4, 8)),
+        (2,), (4,),
+    )  # fmt: skip
+
+
+WHOLE = program(1000)
+PARTS = replace(program(100, seconds=1.1), unsplit=WHOLE)
+PROGRAMS = {"whole": WHOLE, "parts": PARTS}
+
+
+def as_captured(key: str) -> Plan:
+    made = PROGRAMS[key]
+    return judge(made, baseline_actions(reduce_program(made)), "none", None, Machine())
+
+
+def choose(limit: int, asked: list[str]) -> tuple[str, Plan]:
+    def solve(key: str, share: float) -> Plan:
+        asked.append(key)
+        plan = as_captured(key)
+        if plan.peak_bytes > limit:
+            raise BudgetInfeasible(limit, plan.peak_bytes, actions=plan.actions)
+        return plan
+
+    return cheapest("whole", lambda: ["parts"], PROGRAMS.__getitem__, solve, limit)
+
+
+def test_nothing_else_is_looked_at_where_everything_may_be_saved() -> None:
+    asked: list[str] = []
+    assert choose(2000, asked)[0] == "whole"
+    assert asked == ["whole"]
+
+
+def test_a_split_form_pays_for_its_own_kernels_and_wins_where_nothing_else_fits() -> None:
+    key, plan = choose(500, [])
+    assert key == "parts"
+    assert plan.extra_s == pytest.approx(0.2)
+    assert plan.baseline_peak_bytes == as_captured("whole").peak_bytes
+
+
+def test_the_smallest_need_of_all_forms_is_named_and_whose_it_is() -> None:
+    with pytest.raises(BudgetInfeasible) as refused:
+        choose(10, [])
+    assert refused.value.min_bytes == as_captured("parts").peak_bytes
+    assert refused.value.form == "parts"
+    with pytest.raises(BudgetInfeasible) as alone:
+        cheapest("whole", list, PROGRAMS.__getitem__, lambda key, share: choose(10, [])[1], 10)
+    assert alone.value.form == "whole"
