@@ -130,8 +130,9 @@ ELEMENTWISE_CASES: list[Case] = [(loss, TARGET) for loss in ELEMENTWISE.values()
 
 
 def test_elementwise_losses_and_means_are_what_they_were() -> None:
+    torch.manual_seed(0)
     inputs = [torch.randn(4, 6) for _ in ELEMENTWISE]
-    made = check_pass(LossNormalForm(), *captured(ELEMENTWISE_CASES, inputs), tolerance=1e-6)
+    made = check_pass(LossNormalForm(), *captured(ELEMENTWISE_CASES, inputs), tolerance=1e-5)
     assert_no_means(made.graph)
 
 
