@@ -85,6 +85,7 @@ __all__ = [
     "error_on_graph_break",
     "exceptions_allowed_to_be_fallback",
     "fake_in_current_mode",
+    "fake_mode_of",
     "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
@@ -122,6 +123,12 @@ def current_fake_mode() -> FakeTensorMode | None:
     """The FakeTensorMode of the compilation in progress, if any."""
     mode: FakeTensorMode | None = detect_fake_mode()
     return mode
+
+
+def fake_mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode | None:
+    """The mode in which a graph was traced: that of the first fake tensor among the values of `nodes`."""
+    values = (node.meta.get("val") for node in nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def fake_in_current_mode(value: Any) -> Any:
@@ -635,8 +642,7 @@ class AotTrace:
         state, captured = copy.copy(state), dataclasses.replace(captured, graph_module=_copied(captured.graph_module))
         state.fw_metadata = _own_containers(metadata)
         second_stage: Any = aot.__dict__["aot_stage2_compile"]
-        values = (node.meta.get("val") for node in captured.graph_module.graph.nodes)
-        mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)  # not that of another capture
+        mode = fake_mode_of(captured.graph_module.graph.nodes)  # not that of another capture
         with contextlib.ExitStack() as stack:
             stack.enter_context(tracing(TracingContext(mode)))
             if mode is not None:

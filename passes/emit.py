@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from fxmem.capture import JointGraph
 from fxmem.capture.draws import replay
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.program import Op, Program, Region
+from fxmem.passes.fakes import fake_result
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
 
 META = "fxmem"
@@ -93,7 +94,7 @@ class Emitter:
         self._scalars = _ScalarQueue(program, self._getitems)
         self._mutated_at: dict[int, int] = {}  # storage -> clock of its last overwrite
         self._ran_at: dict[int, int] = {}  # op -> clock of its first run
-        self._fake_mode = _fake_mode_of(self.sources)
+        self._fake_mode = compat.fake_mode_of(self.sources)
         self._emit_inputs()
 
     # what handlers use
@@ -261,10 +262,7 @@ class Emitter:
         if not is_fresh:
             self._original.add(node)
             return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self._fake_mode or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            assert callable(source.target)
-            node.meta["val"] = source.target(*args, **kwargs)
+        node.meta["val"] = fake_result(source.target, node, self._fake_mode)
 
     def _has_original_arguments(self, node: fx.Node) -> bool:
         return self._original.issuperset(node.all_input_nodes)
@@ -347,11 +345,6 @@ def _getitems(program: Program, sources: Sequence[fx.Node]) -> dict[int, list[in
             groups[parent.index].append(op.index)
             taken.add(op.index)
     return groups
-
-
-def _fake_mode_of(sources: Iterable[fx.Node]) -> Any:
-    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in sources)
-    return next((mode for mode in modes if mode is not None), None)
 
 
 def _drop_unread(graph: fx.Graph) -> None:

@@ -13,17 +13,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxmem import compat
 from fxmem.analysis.split_families.call import Call, Size
 from fxmem.analysis.split_families.losses import MEAN, SUM
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
+from fxmem.passes.fakes import fake_result
 
 aten = torch.ops.aten
 
@@ -60,6 +61,7 @@ class _Rewriter:
         self.values: dict[fx.Node, fx.Node] = {}
         self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._sources: dict[fx.Node, fx.Node] = {}
+        self._mode = compat.fake_mode_of(joint.nodes)
 
     def emit(self, node: fx.Node) -> None:
         """Write `node`, or what takes its place."""
@@ -79,9 +81,7 @@ class _Rewriter:
     def call(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call in the place of `source`, on nodes of the new graph."""
         node = self.graph.call_function(target, args, kwargs)
-        fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with _fake_mode(source) or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            node.meta = {**source.meta, "val": target(*fakes[0], **fakes[1])}
+        node.meta = {**source.meta, "val": fake_result(target, node, self._mode)}
         self._sources[node] = source
         return node
 
@@ -106,11 +106,6 @@ class _Rewriter:
             if new.target is operator.getitem and old.users and not new.users:
                 self.graph.erase_node(new)
                 del self._sources[new]
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return next((mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None), None)
 
 
 def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:

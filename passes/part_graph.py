@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, fx
 from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.passes.emit import META
+from fxmem.passes.fakes import fake_result
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -31,8 +31,7 @@ class PartGraph:
         self.region = "forward"
         self._lines: dict[fx.Node, str] = {}
         self._captured: set[fx.Node] = set()
-        values = (getattr(node.meta.get("val"), "fake_mode", None) for node in joint.nodes)
-        self._mode = next((mode for mode in values if mode is not None), None)
+        self._mode = compat.fake_mode_of(joint.nodes)
 
     def copy(self, node: fx.Node, current: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """`node` as it was, reading `current` of what it read."""
@@ -102,10 +101,7 @@ class PartGraph:
             self._lines[node] = self.joint.sources[source.name]
 
     def _run(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self._mode or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
+        return fake_result(node.target, node, self._mode)
 
 
 def shares_storage(node: fx.Node) -> bool:

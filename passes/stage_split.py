@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -21,6 +20,7 @@ from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.errors import VerifyError
 from fxmem.passes.base import GraphPass
+from fxmem.passes.fakes import on_fakes
 from fxmem.passes.stage_assign import CutError, Cuts, Staging, assign_stages
 
 __all__ = ["CutError", "Cuts", "StageGraph", "StageSplit", "Staging", "assign_stages", "slice_stages", "split_stages"]
@@ -278,11 +278,11 @@ class _Slicer:
 
 def _refresh_values(graph: fx.Graph) -> None:
     """New fake values where needed: what arrives from another stage is dense and shares no storage with anything."""
-    mode = next((m for n in graph.nodes if (m := getattr(n.meta.get("val"), "fake_mode", None))), None)
+    mode = compat.fake_mode_of(graph.nodes)
     arriving = [n for n in graph.nodes if n.op == "placeholder" and "desc" not in n.meta]
     keys = Counter(compat.storage_key(n.meta["val"]) for n in arriving if isinstance(n.meta["val"], torch.Tensor))
     changed: set[fx.Node] = set()
-    with mode or nullcontext(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with on_fakes(mode):
         for node in arriving:
             val = node.meta["val"]
             if isinstance(val, torch.Tensor) and not (keys[compat.storage_key(val)] == 1 and _is_whole(val)):

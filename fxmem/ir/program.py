@@ -195,14 +195,13 @@ class Program:
     @cached_property
     def reference(self) -> Program:
         """What a plan's figures are compared with: this program, before it was split if it was."""
-        if self.unsplit is None:
-            return self
-        released = {self.forward_outputs.index(op) for op in self.released}
-        return replace(
-            self.unsplit,
-            extra_resident_bytes=self.extra_resident_bytes,
-            released=tuple(op for i, op in enumerate(self.unsplit.forward_outputs) if i in released),
-        )
+        return self if self.unsplit is None else self.unsplit.standing_as(self)
+
+    def standing_as(self, other: Program) -> Program:
+        """This form of the graph where `other`, another form of it, stands: beside the same bytes, the same outputs
+        released."""
+        released = tuple(self.forward_outputs[other.forward_outputs.index(op)] for op in other.released)
+        return replace(self, extra_resident_bytes=other.extra_resident_bytes, released=released)
 
     @property
     def is_symbolic(self) -> bool:

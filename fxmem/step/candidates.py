@@ -31,6 +31,11 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
     return run_passes(joint, [LossNormalForm(), SplitRegions(fissions)]).joint
 
 
+def _normal_form(joint: JointGraph) -> JointGraph:
+    """The graph whose nodes seeds are indices of."""
+    return run_passes(joint, [LossNormalForm()]).joint
+
+
 class Candidates:
     """Ways to split a graph that may pay: around its largest value, and the whole step, along the dimension that keeps
     the most bytes inside, in many parts or in few.
@@ -43,13 +48,12 @@ class Candidates:
         if program.is_symbolic:
             self.refusals.append("sizes that are symbols are not split")
         is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
-        self._joint = run_passes(joint, [LossNormalForm()]).joint if is_open else None
-        found = {r.fission: len(r.members) * r.fission.num_parts for r in self._regions()}
+        self._joint = _normal_form(joint) if is_open else joint
+        regions = self._regions() if is_open else ()
+        found = {r.fission: len(r.members) * r.fission.num_parts for r in regions}
         self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
 
     def _regions(self) -> Iterator[Region]:
-        if self._joint is None:
-            return
         sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if node.op == "call_function"]
         size, at = max(sizes, default=(0, 0))
         if size >= LEAST_BYTES:
@@ -58,7 +62,6 @@ class Candidates:
 
     def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
         """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""
-        assert self._joint is not None
         dims = range(self._joint.nodes[seed].meta["val"].ndim)
         regions = [region for dim in dims if (region := self._finest(seed, dim, least_bytes)) is not None]
         best = max(regions, key=lambda region: region.inside_bytes / (1 + region.border_bytes), default=None)
@@ -74,7 +77,6 @@ class Candidates:
 
     def _finest(self, seed: int, dim: int, least_bytes: int) -> Region | None:
         """The region along `dim` in as many parts as leave it as large as it is in two."""
-        assert self._joint is not None
         size = self._joint.nodes[seed].meta["val"].shape[dim]
         found: Region | None = None
         for num_parts in _numbers_of_parts(size):
@@ -88,7 +90,6 @@ class Candidates:
         return found
 
     def _grown(self, fission: Fission) -> Region | None:
-        assert self._joint is not None
         region = grow(self._joint, fission)
         if not region.refused:
             return region
@@ -101,7 +102,7 @@ def described(joint: JointGraph, fissions: tuple[Fission, ...]) -> list[str]:
     """Each region in words: around which of the model's lines, in how many parts."""
     if not fissions:
         return []
-    nodes = run_passes(joint, [LossNormalForm()]).joint.nodes
+    nodes = _normal_form(joint).nodes
     return [_described(joint, nodes[fission.seed], fission) for fission in fissions]
 
 

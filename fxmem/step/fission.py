@@ -47,10 +47,13 @@ def cheapest(
 
     Raises BudgetInfeasible with the smallest budget that any of them was found to need.
     """
-    unsplit = look(first, program_of(first))
-    limit = _bytes(budget, program_of(first))
-    keys = [] if limit is None or unsplit.peak_bytes <= limit else others()
-    if limit is None or not keys:
+    program = program_of(first)
+    limit = _bytes(budget, program)
+    if limit is None:
+        return first, _solved(solve, first)
+    unsplit = look(first, program)
+    keys = others() if unsplit.peak_bytes > limit else []
+    if not keys:
         return first, _solved(solve, first)
     outlooks = (look(key, program_of(key)) for key in keys)
     if budget == "min":

@@ -60,14 +60,8 @@ class Forms:
         return self._made[fissions]
 
     def program(self, fissions: Fissions, like: Program) -> Program:
-        """The program of a form at the sizes of `like`, beside the same bytes, and with the same outputs released."""
-        form = self.form(fissions).program.at(like.hints)
-        released = {like.forward_outputs.index(op) for op in like.released}
-        return replace(
-            form,
-            extra_resident_bytes=like.extra_resident_bytes,
-            released=tuple(op for number, op in enumerate(form.forward_outputs) if number in released),
-        )
+        """The program of a form at the sizes of `like`, where that stands."""
+        return self.form(fissions).program.at(like.hints).standing_as(like)
 
     @property
     def asked(self) -> Fissions:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxmem
 from fxmem.errors import OptionError
 from fxmem.ir.program import Fission
+from tests.planned import train
 
 
 class Classifier(nn.Module):
@@ -30,13 +31,6 @@ class Classifier(nn.Module):
 def classifier(rows: int = 256) -> tuple[Classifier, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     return Classifier(), (torch.randn(rows, 32), torch.randint(2048, (rows,)))
-
-
-def train(step: Any, module: nn.Module, args: Any) -> list[Tensor]:
-    module.zero_grad()
-    loss = step(*args)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
 def test_a_budget_that_only_splitting_keeps_is_kept() -> None:
