@@ -27,7 +27,8 @@ from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
 
 META = "fxmem"
 """Key in `node.meta`: {"region": "forward" | "backward"}, plus "recompute_of": name for a node that runs again, plus
-"derived_from": name for a view that was made again from its base."""
+"derived_from": name for a view that was made again from its base, plus "part_of": name, "part", "parts" for a part."""
+_OF_PARTS = ("part", "parts")
 
 Handler = Callable[["Emitter", Any], None]
 A = TypeVar("A")
@@ -49,6 +50,12 @@ def region_of(node: fx.Node) -> Region | None:
     """Region an emitted node runs in; None for a graph that was not emitted."""
     region: Region | None = node.meta.get(META, {}).get("region")
     return region
+
+
+def part_of(node: fx.Node) -> tuple[int, int] | None:
+    """(which part, of how many) of a region that was split; None for what runs whole."""
+    note = node.meta.get(META, {})
+    return (note["part"], note["parts"]) if "part" in note else None
 
 
 def emit(
@@ -253,7 +260,8 @@ class Emitter:
         self._named.add(source.name)
         if source.name in self.joint.sources:
             self._lines[node] = self.joint.sources[source.name]
-        note = {"region": self.region} | ({again: source.name} if again else {})
+        kept = {key: value for key, value in source.meta.get(META, {}).items() if key in _OF_PARTS}
+        note = kept | {"region": self.region} | ({again: source.name} if again else {})
         node.meta = {**source.meta, "partitioner_tag": f"is_{self.region}", META: note}
         return node
 

@@ -368,6 +368,8 @@ class Step:
         # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
+            if self.settings.inner == "inductor" and any(known.fissions):
+                known.refuse_parts()
         known.num_retries += 1
         self._num_retries += 1
         known.needs_plan = True
