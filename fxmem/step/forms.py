@@ -10,6 +10,7 @@ from typing import Any
 from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.capture import JointGraph
+from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Fission, Op, Program
 from fxmem.options import Settings
 from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
@@ -74,9 +75,12 @@ class Forms:
     @property
     def others(self) -> list[Fissions]:
         """How else it may be split: under inductor, which compiles every part by itself, a large graph not as a whole."""
-        is_open = self.settings.fission == "auto" and self.settings.planner == "auto" and self._fault is None
-        found = self._candidates.fissions if is_open else []
+        found = self._candidates.fissions if self._is_open else []
         return [f for f in found if self.settings.inner == "eager" or all(map(self._is_short, f))]
+
+    @property
+    def _is_open(self) -> bool:
+        return self.settings.fission == "auto" and self.settings.planner == "auto" and self._fault is None
 
     def _is_short(self, fission: Fission) -> bool:
         return bool(fission.min_bytes) or fission.num_parts * len(self.unsplit.program.ops) <= _MOST_COMPILED
@@ -106,7 +110,11 @@ class Forms:
         def solve(fissions: Fissions, share: float) -> Plan:
             return plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share)
 
-        fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)
+        try:
+            fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)
+        except BudgetInfeasible as error:
+            error.is_unsplit = self._is_open and program.is_symbolic
+            raise
         return replace(plan, notes={**plan.notes, **self.notes(fissions)})
 
 

@@ -174,6 +174,18 @@ class Truncated(torch.autograd.Function):
         return (1000 * gradients[0]).to(torch.int32) / 1000
 
 
+class Noisy(torch.autograd.Function):
+    """Draws in backward, anew each time it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.rand(8)
+
+
 class Custom(Classifier):
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -187,11 +199,12 @@ def test_gradients_written_by_the_user_are_scaled_afterwards_where_that_is_the_s
     torch.manual_seed(0)
     args = torch.randn(12, 8), torch.randint(32, (12,))
     step = Step(Custom(ByLabel.apply), args)
-    fissions = [f for seed in range(0, len(step.joint.nodes), 3) for f in step.fissions(seed) if f.fuse]
-    for fission in fissions[:6]:
-        step.assert_same(fission, tangent=2.5, tolerance=2e-4)
+    step.assert_same(step.whole(3, True), tangent=2.5, tolerance=2e-4)
     step = Step(Custom(lambda x, labels: Truncated.apply(x)), args)
     assert "not known to be proportional" in step.region(step.whole(3, True)).refused
+    step = Step(Custom(lambda x, labels: Noisy.apply(x)), args)
+    assert "has effects" in step.region(step.whole(3, True)).refused
+    step.assert_same(step.whole(3), tangent=2.5)
 
 
 def test_peak_falls_by_what_stands_in_parts_only() -> None:

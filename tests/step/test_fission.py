@@ -114,6 +114,20 @@ def test_a_loss_outside_of_the_model_and_logits_that_come_back() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_sizes_that_vary_are_compiled_one_by_one_where_only_splitting_fits() -> None:
+    """Dynamo makes symbols of sizes that were seen to change, and those are not split."""
+    module = classifier()[0]
+    step = fxmem.compile(module, budget="3MiB")
+    for rows in (256, 192, 225, 256):
+        args = classifier(rows)[1]
+        expected = train(module, module, args, 1)
+        for found, wanted in zip(train(step, module, args, 1), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert step.plan.program.fissions
+    with pytest.raises(fxmem.BudgetInfeasible):
+        fxmem.compile(module, budget="3MiB", dynamic=True)(*args)
+
+
 def test_backward_twice_and_a_tangent_that_is_not_one() -> None:
     module, args = classifier()
     step = fxmem.compile(module, budget=0.45)
