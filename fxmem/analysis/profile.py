@@ -30,8 +30,8 @@ _NUM_REPEATS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """One call on this device. `seconds`: the least of several runs. `workspace_bytes`: peak of the allocator within it, less its outputs.
-    `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
+    """One call on this device. `seconds`: the least of several runs. `workspace_bytes`: peak of the allocator within it,
+    less its outputs. `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
 
     seconds: float
     workspace_bytes: int
@@ -93,7 +93,7 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         if not is_present(device):
             skipped |= dict.fromkeys(here, f"no device {device} here")
             continue
-        path = cache.cache_file("op-costs", torch.__version__, device_name(device), torch.get_num_threads(), _precision())
+        path = _cache_file(device)
         known = _known(cache.load(path), here)
         missing = {key: call for key, call in here.items() if key not in known}
         found, failed = _measure_all(missing, device, deadline) if missing else ({}, {})
@@ -102,6 +102,10 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         measured |= known | found
         skipped |= failed
     return measured, skipped
+
+
+def _cache_file(device: str) -> Path:
+    return cache.cache_file("op-costs", torch.__version__, device_name(device), torch.get_num_threads(), _precision())
 
 
 def _precision() -> str:

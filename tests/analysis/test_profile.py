@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from fxmem.analysis import cache, profile
+from fxmem.analysis import profile
 from fxmem.analysis.calls import Call, TensorSpec
 
 
@@ -16,7 +16,7 @@ def test_costs_of_other_precisions_are_kept_apart(monkeypatch, tmp_path):
     for precision in ("highest", "medium"):
         torch.set_float32_matmul_precision(precision)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", precision == "medium")
-        files.append(cache.cache_file("op-costs", profile._precision()))
+        files.append(profile._cache_file("cpu"))
     torch.set_float32_matmul_precision(before)
     assert files[0] != files[1]
 
@@ -66,4 +66,5 @@ def test_timed_runs_reuse_memory_below_a_standing_output():
         return output
 
     profile.measure_call(_call(watched))
-    assert standing[:2] == [0, 1] and set(standing[2:]) == {1}
+    assert standing[:2] == [0, 1]
+    assert set(standing[2:]) == {1}
