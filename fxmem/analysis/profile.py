@@ -30,8 +30,8 @@ _NUM_REPEATS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """One call on this device. `seconds`: the least of several runs. `workspace_bytes`: peak of the allocator within it,
-    less its outputs. `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
+    """One call on this device. `seconds`: the least of several runs. `workspace_bytes`: peak of the allocator within
+    it, less its outputs. `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
 
     seconds: float
     workspace_bytes: int
