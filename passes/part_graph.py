@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
@@ -123,9 +123,5 @@ class PartGraph:
 
 def shares_storage(node: fx.Node) -> bool:
     """Do results of `node` share storage with what it reads?"""
-    read = {compat.storage_key(t) for n in node.all_input_nodes for t in _tensors(n)}
-    return any(compat.storage_key(t) in read for t in _tensors(node))
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    own = compat.storage_keys(node)
+    return any(own & compat.storage_keys(n) for n in node.all_input_nodes)
