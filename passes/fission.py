@@ -20,6 +20,7 @@ from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
+from fxmem.capture.joint import FUSED
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
@@ -73,6 +74,7 @@ class _Writer:
         self.offsets, self.size = region.fission.offsets, region.fission.size
         self.num_parts = region.fission.num_parts
         self.nodes = PartGraph(joint)
+        self._captured_forward = frozenset(joint.nodes[: joint.num_forward_nodes])
         self._whole: dict[fx.Node, fx.Node] = {}
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
@@ -177,7 +179,10 @@ class _Writer:
         self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, part: int, kwargs: Any = None
     ) -> fx.Node:
         note = {"part_of": source.name, "part": part, "parts": self.num_parts}
-        return self.nodes.call(target, args, name, source, kwargs, **note)
+        node = self.nodes.call(target, args, name, source, kwargs, **note)
+        if self.region.tangent is not None:
+            node.meta[FUSED] = "forward" if source in self._captured_forward else "backward"
+        return node
 
     # sums and what is put together
 
