@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
-from fxmem.passes.emit import META
+from fxmem.capture.notes import META, notes
 from fxmem.passes.fakes import fake_result
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ class PartGraph:
     ) -> fx.Node:
         """A call that serves `source`, a captured node, whose metadata it takes over; `note`: what META says of it."""
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
-        node.meta = {**source.meta, META: {**source.meta.get(META, {}), **note}}
+        node.meta = {**source.meta, META: {**notes(source), **note}}
         self._note(node, source)
         try:
             node.meta["val"] = self._run(node)

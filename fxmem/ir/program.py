@@ -35,6 +35,19 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What an op of a split graph serves: part `number`, from 0, of the captured op `op`, in the region `region` of
+    `Program.fissions`."""
+
+    op: str
+    number: int
+    region: int
+
+    def to_json(self) -> list[Any]:
+        return [self.op, self.number, self.region]
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One node of the joint graph.
 
@@ -44,7 +57,7 @@ class Op:
     A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
     `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
-    `module`: the path of the module it belongs to.
+    `module`: the path of the module it belongs to. `part`: of what, if it runs for one part of a split region.
     """
 
     index: int
@@ -64,6 +77,7 @@ class Op:
     source: str = ""
     label: str = ""
     module: str = ""
+    part: Part | None = None
 
     @property
     def shown(self) -> str:
@@ -333,6 +347,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "source": op.source,
         "label": op.label,
         "module": op.module,
+        **({"part": op.part.to_json()} if op.part else {}),
     }
 
 
@@ -358,6 +373,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         source=data.get("source", ""),
         label=data.get("label", ""),
         module=data.get("module", ""),
+        part=Part(*data["part"]) if "part" in data else None,
     )
 
 

@@ -17,8 +17,10 @@ from fxmem.report.chart import (
     Words,
     binned,
     compute_lane,
+    dot,
     hover,
     lane,
+    region_lane,
     stack,
     step_curve,
     svg,
@@ -27,15 +29,17 @@ from fxmem.report.decisions import standing_at_peak
 from fxmem.report.floor import floor_of
 from fxmem.report.frontier import Point, frontier
 from fxmem.report.names import line_of, module_shown, short_source
+from fxmem.report.regions import SplitRegion, bought, regions_of
 from fxmem.report.saved import Group, Row, by_module
 from fxmem.report.stacked import KINDS, Run, before_and_after
-from fxmem.report.text import figure_rows
+from fxmem.report.text import figure_rows, part_rows
 from fxmem.units import format_bytes
 
 BINS, NOTEBOOK_BINS = 1000, 400
 _NUM_STANDING = 25
 _NUM_ROWS = 2000
 _OF_VALUES = ("module", "value", "#bytes", "=decision", "#seconds", "why", "line")
+_OF_REGIONS = ("region", "where", "how", "its largest value")
 _COLUMNS = {"#": ' class="n"', "=": ' class="k"'}
 _FOLDER = Path(__file__).parent
 
@@ -93,7 +97,7 @@ def notebook(plan: Plan) -> str:
 
 
 def _sections(page: Page, plan: Plan) -> Iterable[str]:
-    yield from _overview(page, plan)
+    yield from _overview(page, plan, f"<p>{html.escape(bought(plan).sentence)}</p>" if plan.program.fissions else "")
     points = frontier(plan)
     yield f"<h2>What a smaller budget costs</h2>{_frontier(page, points, plan)}"
     floor = floor_of(plan)
@@ -102,8 +106,8 @@ def _sections(page: Page, plan: Plan) -> Iterable[str]:
     yield f"<h2>What stands at the peak</h2>{_standing(plan)}"
 
 
-def _overview(page: Page, plan: Plan) -> Iterable[str]:
-    """Figures, memory before and after, lanes, saved tensors."""
+def _overview(page: Page, plan: Plan, bought_shown: str = "") -> Iterable[str]:
+    """Figures, memory before and after, lanes, split regions and what they bought, saved tensors."""
     before, after = before_and_after(plan)
     top = max(plan.peak_bytes, plan.baseline_peak_bytes, plan.budget_bytes or 0)
     axes = Axes(page.bins, max(_length(before), _length(after)), int(top * 1.04))
@@ -118,6 +122,7 @@ def _overview(page: Page, plan: Plan) -> Iterable[str]:
     yield f"<h3>After: as planned, {format_bytes(plan.peak_bytes)}</h3>"
     yield _memory(page, after, axes, plan.budget_bytes)
     yield from _lanes(after, axes)
+    yield from _regions(plan, bought_shown)
     yield f"<h2>Values that backward needs, by module</h2>{_saved(plan)}"
 
 
@@ -147,12 +152,13 @@ def _memory(page: Page, run: Run, axes: Axes, budget_bytes: int | None) -> str:
 
 def y_labels(axes: Axes, budget_bytes: int | None) -> str:
     """The top, the middle, and the budget."""
-    found = [(axes.top_bytes, format_bytes(axes.top_bytes)), (axes.top_bytes // 2, format_bytes(axes.top_bytes // 2))]
+    found = [(nbytes, format_bytes(nbytes), "") for nbytes in (axes.top_bytes, axes.top_bytes // 2)]
     if budget_bytes is not None:
-        found.append((budget_bytes, f"budget {format_bytes(budget_bytes)}"))
+        found = [label for label in found if abs(label[0] - budget_bytes) > axes.top_bytes / 10]
+        found.append((budget_bytes, f"budget {format_bytes(budget_bytes)}", ";left:auto;right:0"))
     return "".join(
-        f'<span class="y" style="top:{axes.y(nbytes) / HEIGHT:.1%}{";left:auto;right:0" * (n == 2)}">{text}</span>'
-        for n, (nbytes, text) in enumerate(found)
+        f'<span class="y" style="top:{axes.y(nbytes) / HEIGHT:.1%}{place}">{text}</span>'
+        for nbytes, text, place in found
     )
 
 
@@ -172,11 +178,32 @@ def seconds(value: float) -> str:
 def _lanes(run: Run, axes: Axes) -> Iterable[str]:
     yield legend((name, name) for name in LANES)
     yield box("compute", compute_lane(run, axes))
+    for number, region in enumerate(regions_of(run.program)):
+        yield box(f"{region.name}, {region.fission.num_parts} parts", region_lane(run, number, axes))
     streams = dict.fromkeys(span.stream for span in run.result.spans if span.stream != "compute")
     for stream in streams:
         spans = [(span.start_s, span.end_s) for span in run.result.spans if span.stream == stream]
         busy = sum(last - first for first, last in spans)
         yield box(f"{stream.replace('_', ' ')}, {seconds(busy)}", lane({"transfer": spans}, axes))
+
+
+def _regions(plan: Plan, bought_shown: str) -> Iterable[str]:
+    """What runs part by part, or why nothing does."""
+    refusals = [text for name, text in part_rows(plan) if name == "not in parts"]
+    if plan.program.fissions:
+        rows = [list(map(html.escape, _region_cells(region))) for region in regions_of(plan.program)]
+        yield f"<h2>What runs part by part</h2>{table(_OF_REGIONS, rows)}{bought_shown}"
+    elif refusals:
+        yield f"<h2>Why nothing runs part by part</h2><ul>{''.join(f'<li>{html.escape(t)}</li>' for t in refusals)}</ul>"
+
+
+def _region_cells(region: SplitRegion) -> list[str]:
+    fission = region.fission
+    when = ", gradients made in forward" * fission.fuse
+    how = f"{fission.num_parts} parts of up to {region.rows} along dimension {fission.dim}{when}"
+    value = f"{format_bytes(region.part_bytes)} at once, {format_bytes(region.whole_bytes)} unsplit"
+    where = ", ".join(filter(None, (region.module, region.line)))
+    return [f"{region.name} ({region.num_ops} ops)", where, how, value * bool(region.part_bytes)]
 
 
 def box(name: str, image: str) -> str:
@@ -245,27 +272,28 @@ def _frontier(page: Page, points: Sequence[Point], plan: Plan) -> str:
     most = max(max(point.extra_s for point in points), 1e-12)
 
     def at(nbytes: int, extra_s: float) -> tuple[float, float]:
-        return 1000 * (nbytes - low) / (high - low), HEIGHT * (1 - extra_s / (1.05 * most))
+        return 1000 * (nbytes - low) / (high - low), HEIGHT * (1 - extra_s / (1.3 * most))
 
     chosen = next(point for point in points if point.is_chosen)
-    x, y = at(chosen.budget_bytes, chosen.extra_s)
     curves = [
-        step_curve([at(p.budget_bytes, p.bound_s) for p in points], "wait", is_dashed=True),
-        step_curve([at(p.budget_bytes, p.extra_s) for p in points], "backward"),
-        f'<path class="curve" stroke="var(--budget)" d="M{x:.1f} {HEIGHT}V{y:.1f}"/>',
+        step_curve([at(p.budget_bytes, p.bound_s) for p in points], "dim", is_dashed=True),
+        step_curve([at(p.budget_bytes, p.extra_s) for p in points], "curve"),
+        dot(*at(chosen.budget_bytes, chosen.extra_s), "budget"),
     ]
     labels = (
-        f'<span class="y" style="top:0">{_percent(most, plan)} more time</span><span class="x" style="left:0">'
+        f'<span class="y" style="top:0">to {_percent(most, plan)} more time</span><span class="x" style="left:0">'
         f'{format_bytes(low)}</span><span class="x" style="right:0">{format_bytes(high)}</span>'
     )
     image = page.chart(svg(1000, HEIGHT, curves, "extra time over the budget"), labels, kind="low")
+    is_form_told = any(p.is_split for p in points)
     rows = [
         [format_bytes(p.budget_bytes) + " (this plan)" * p.is_chosen, format_bytes(p.peak_bytes),
-         _percent(p.extra_s, plan), _percent(p.bound_s, plan)]
+         _percent(p.extra_s, plan), _percent(p.bound_s, plan), *[("yes" if p.is_split else "no")] * is_form_told]
         for p in points
     ]  # fmt: skip
-    note = "<p>Dashed: no plan of this graph adds less. Points beside this plan are planned with little effort.</p>"
-    return image + note + table(["#budget", "#predicted peak", "#extra time", "#lower bound"], rows)
+    note = "<p>The dot is this plan; the others are planned with little effort. Dashed: no plan of the graph in that form adds less.</p>"
+    head = ["#budget", "#predicted peak", "#extra time", "#lower bound", *["#split"] * is_form_told]
+    return image + note + table(head, rows)
 
 
 def _percent(extra_s: float, plan: Plan) -> str:
