@@ -161,7 +161,7 @@ def _torch_plans(
 
 
 def _print_beside(plans: list[Plan]) -> None:
-    table = Table(title="torch's activation_memory_budget on this step, predicted", title_justify="left")
+    table = Table()
     for name in ("setting", "peak", "extra time"):
         table.add_column(name, justify="right")
     for made in plans:
@@ -196,6 +196,7 @@ def doctor(offload_dir: Path | None, as_json: bool) -> None:
     table = Table(show_header=False)
     for name, value in found.items():
         table.add_row(name, str(value))
+    click.echo("torch's activation_memory_budget on this step, predicted:")
     Console().print(table)
 
 

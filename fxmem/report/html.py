@@ -42,7 +42,7 @@ def write_html(plan: Plan | Sequence[Plan], path: Path, beside: Sequence[Plan] =
     `beside`: plans of the same step, drawn on the frontier.
     """
     plans = [plan] if isinstance(plan, Plan) else list(plan)
-    page = Page(f"fxmem: {plans[0].program.name}", max(BINS // len(plans), 200))
+    page = Page(_title(plans), max(BINS // len(plans), 200))
     if len(plans) > 1:
         links = (f'<a href="#plan{i}">{i + 1}: {format_bytes(p.peak_bytes)}</a>' for i, p in enumerate(plans))
         page.add(f"<nav>{len(plans)} plans, one for each kind of step: {''.join(links)}</nav>")
@@ -53,9 +53,16 @@ def write_html(plan: Plan | Sequence[Plan], path: Path, beside: Sequence[Plan] =
 
 def notebook(plan: Plan) -> str:
     """The short report of a plan as a part of another page: nothing is planned for it."""
-    page = Page(f"fxmem: {plan.program.name}", NOTEBOOK_BINS)
+    page = Page(_title([plan]), NOTEBOOK_BINS)
     page.add(*_overview(page, plan))
     return f'<iframe srcdoc="{html.escape(str(page))}" style="width:100%;height:44rem;border:0"></iframe>'
+
+
+def _title(plans: Sequence[Plan]) -> str:
+    """The step and its budget, where all plans have the same."""
+    budgets = {plan.budget_bytes for plan in plans}
+    (budget,) = budgets if len(budgets) == 1 else (None,)
+    return f"fxmem: {plans[0].program.name}" + (f" under {format_bytes(budget)}" if budget is not None else "")
 
 
 def _sections(page: Page, plan: Plan, beside: Sequence[Plan]) -> Iterable[str]:

@@ -18,6 +18,7 @@ from fxmem.report.regions import bought, part_shown, regions_of
 from fxmem.report.saved import by_module
 from fxmem.report.stacked import before_and_after
 from fxmem.units import format_bytes
+from tests.report.browser import probed
 from tests.report.page import Page
 
 ROWS, CLASSES, PARTS = 256, 2048, "parts of a split region"
@@ -91,6 +92,13 @@ def test_the_page_shows_parts_and_regions(plan, tmp_path):
     assert max(op[3] for op in page.data["charts"][0]["ops"]) == plan.baseline_peak_bytes
     assert str(plan).count("runs in parts") == 1
     assert region.name in str(plan).replace("\n", " ")
+
+
+def test_the_page_fits_on_a_phone(plan, tmp_path):
+    plan.report(tmp_path / "page.html")
+    found = probed(tmp_path / "page.html", 390, 1, tmp_path)
+    assert not found["wide"], found["over"]
+    assert any(f"{PARTS}: " in text for text in found["seen"])
 
 
 def test_what_splitting_bought_is_the_unsplit_plans(plan, args):
