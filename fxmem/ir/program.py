@@ -127,8 +127,8 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
-    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split;
-    `unsplit`: what it was before, which figures are compared with.
+    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split
+    (of a step of several graphs: how each of them was); `unsplit`: what it was before, which figures are compared with.
     """
 
     name: str

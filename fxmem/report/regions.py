@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fxmem.ir.program import Fission, Op, Program
+from fxmem.ir.program import Fission, Op, Part, Program
 from fxmem.planners.plan import Plan
 from fxmem.report.frontier import planned_as
 from fxmem.report.names import line_of, split_source
@@ -75,16 +75,21 @@ def regions_of(program: Program) -> list[SplitRegion]:
     """Every region of a split program, in the order of `program.fissions`."""
     parts: dict[int, list[Op]] = defaultdict(list)
     for op in program.ops:
-        if op.part is not None and op.part.region < len(program.fissions):
+        if op.part is not None:
             parts[op.part.region].append(op)
     return [_region(program, fission, parts[number]) for number, fission in enumerate(program.fissions)]
 
 
 def part_shown(program: Program, op: Op) -> str:
     """An op for people, one of a part as that: what it is called, which part of how many."""
-    if op.part is None or op.part.region >= len(program.fissions):
+    if op.part is None:
         return op.shown
-    return f"{op.part.op}, part {op.part.number + 1} of {program.fissions[op.part.region].num_parts}"
+    return f"{op.part.op}, part {op.part.number + 1} of {num_parts(program, op.part)}"
+
+
+def num_parts(program: Program, part: Part) -> int:
+    """In how many the region of `part` runs."""
+    return program.fissions[part.region].num_parts
 
 
 def bought(plan: Plan) -> Bought:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fxmem.ir.program import Program
 from fxmem.planners.plan import Plan
 from fxmem.report.decisions import Decision, Saved, saved_tensors
+from fxmem.report.regions import num_parts
 
 _BLOCK = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?=\.|$)")
 Shape = tuple[tuple[str, str, int, Decision, str], ...]
@@ -77,7 +78,8 @@ def _together(program: Program, rows: Sequence[Saved]) -> Saved:
     part = program.ops[rows[0].op].part
     if part is None:
         return rows[0]
-    name = f"{part.op}, {len(rows)} of {program.fissions[part.region].num_parts} parts"
+    total = num_parts(program, part)
+    name = f"{part.op}, {len(rows)} of {total} parts" if len(rows) < total else f"{part.op}, its {total} parts"
     nbytes, seconds, again = (sum(getattr(row, name) for row in rows) for name in ("nbytes", "seconds", "recompute_s"))
     return replace(rows[0], name=name, nbytes=nbytes, seconds=seconds, recompute_s=again)
 
