@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fxmem.planners.plan import Plan
 from fxmem.report.decisions import Saved, saved_tensors
+from fxmem.report.names import line_of
 from fxmem.report.regions import regions_of
 from fxmem.units import format_bytes
 
@@ -58,5 +59,6 @@ def _decisions(one: Plan, other: Plan) -> list[str]:
 
 
 def _sentence(old: Saved, new: Saved) -> str:
-    source = f" ({new.source})" if new.source else ""
+    place = ", ".join(filter(None, (new.module, line_of(new.source))))
+    source = f" ({place})" if place else ""
     return f"{new.name}, {format_bytes(new.nbytes)}: {_DONE[old.decision]} -> {_DONE[new.decision]}{source}"
