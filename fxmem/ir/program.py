@@ -35,6 +35,19 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What an op of a split graph serves: part `number`, from 0, of the captured op `op`, in the region `region` of
+    `Program.fissions`."""
+
+    op: str
+    number: int
+    region: int
+
+    def to_json(self) -> list[Any]:
+        return [self.op, self.number, self.region]
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One node of the joint graph.
 
@@ -45,7 +58,7 @@ class Op:
     `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
     `fused`: of an op of a part whose gradients are made in forward: the region that it was captured in.
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
-    `module`: the path of the module it belongs to.
+    `module`: the path of the module it belongs to. `part`: of what, if it runs for one part of a split region.
     """
 
     index: int
@@ -66,6 +79,7 @@ class Op:
     source: str = ""
     label: str = ""
     module: str = ""
+    part: Part | None = None
 
     @property
     def shown(self) -> str:
@@ -115,8 +129,8 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
-    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split;
-    `unsplit`: what it was before, which figures are compared with.
+    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split
+    (of a step of several graphs: how each of them was); `unsplit`: what it was before, which figures are compared with.
     """
 
     name: str
@@ -337,6 +351,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "source": op.source,
         "label": op.label,
         "module": op.module,
+        **({"part": op.part.to_json()} if op.part else {}),
     }
 
 
@@ -363,6 +378,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         source=data.get("source", ""),
         label=data.get("label", ""),
         module=data.get("module", ""),
+        part=Part(*data["part"]) if "part" in data else None,
     )
 
 
