@@ -85,7 +85,7 @@ class PartGraph:
     def finish(self, results: Any) -> JointGraph:
         self.graph.output(results).meta = dict(self.joint.graph_module.graph.output_node().meta)
         self.graph.lint()
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         nodes = self.graph.nodes
         return replace(

@@ -67,6 +67,7 @@ from fxmem.compat.fake_tensors import no_modes as no_modes
 from fxmem.compat.graphs import BoxedCodeGen as BoxedCodeGen
 from fxmem.compat.graphs import flatten as flatten
 from fxmem.compat.graphs import flatten_with_spec as flatten_with_spec
+from fxmem.compat.graphs import module_of_graph as module_of_graph
 from fxmem.compat.graphs import recompiled as recompiled
 from fxmem.compat.graphs import storage_keys as storage_keys
 from fxmem.compat.graphs import tensors_of as tensors_of
