@@ -48,7 +48,7 @@ def _degree(node: fx.Node, known: Mapping[fx.Node, Degree]) -> Degree:
     name = _name(node)
     if name in _ZEROS or (name in _FILLED and _number(node, _VALUES) == 0):
         return ZERO
-    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if _is_tensor(n)}
+    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if compat.tensors_of(n)}
     if not inputs or all(degree == 0 for degree in inputs.values()):
         return 0
     if None in inputs.values():
@@ -129,9 +129,4 @@ def _name(node: fx.Node) -> str:
 
 def _is_continuous(node: fx.Node) -> bool:
     """Is no result rounded to an integer, or to true and false?"""
-    values = [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-    return all(value.is_floating_point() or value.is_complex() for value in values)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return any(isinstance(value, Tensor) for value in compat.tree_leaves(node.meta.get("val")))
+    return all(value.is_floating_point() or value.is_complex() for value in compat.tensors_of(node))

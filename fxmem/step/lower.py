@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, 
 from fxmem import compat
 from fxmem.capture import JointGraph, Partition, make_backend
 from fxmem.capture.joint import from_aot, require_tensors
+from fxmem.capture.notes import part_of
 from fxmem.errors import VerifyError
-from fxmem.passes.emit import part_of
 
 Inner = Literal["eager", "inductor"]
 
@@ -133,7 +133,7 @@ def _extract(
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(joint.graph_module, graph)
+    return compat.module_of_graph(joint.graph_module, graph)
 
 
 def _is_constant(node: fx.Node) -> bool:

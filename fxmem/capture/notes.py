@@ -1,0 +1,26 @@
+"""What passes note on the nodes that they make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+META = "fxmem"
+"""Key in `node.meta`: {"region": "forward" | "backward"}, plus "recompute_of": name for a node that runs again, plus
+"derived_from": name for a view that was made again from its base, plus "part_of": name, "part": number, "parts": how
+many, "fission": which region of the graph, for a node that serves one part of a captured one."""
+OF_PART = ("fission", "part", "parts")
+"""Those that say which part of what a node serves."""
+
+
+def notes(node: fx.Node) -> dict[str, Any]:
+    """What is noted on `node`; nothing on a captured one."""
+    found: dict[str, Any] = node.meta.get(META, {})
+    return found
+
+
+def part_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """Which part of which region a node serves; None for what runs whole."""
+    found = notes(node)
+    return tuple(found.get(key) for key in OF_PART) if "part" in found else None
