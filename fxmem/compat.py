@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._C import _DisableTorchDispatch
 from torch._C._autograd import DeviceType
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
@@ -84,14 +85,17 @@ __all__ = [
     "default_store",
     "error_on_graph_break",
     "exceptions_allowed_to_be_fallback",
+    "fake_empty",
     "fake_in_current_mode",
     "fake_mode_of",
+    "fake_view",
     "has_gradient_hooks",
     "hint",
     "innermost_user_frame",
     "is_fully_sharded",
     "is_wrapper_subclass",
     "isolated_compile",
+    "module_of_graph",
     "no_aot_cache",
     "no_donated_buffers",
     "no_idle_checks",
@@ -145,6 +149,21 @@ def fake_in_current_mode(value: Any) -> Any:
     return mode.from_tensor(value, symbolic_context=context, source=source)
 
 
+def fake_empty(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor with a storage of its own, made without running an op on fake tensors."""
+    with _DisableTorchDispatch():
+        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+
+
+def fake_view(base: FakeTensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A fake tensor over the storage of `base`, made without running an op on fake tensors."""
+    with _DisableTorchDispatch():
+        empty = torch.empty(0, dtype=base.dtype, device="meta")
+        return FakeTensor(base.fake_mode, empty.set_(base.untyped_storage(), offset, shape, strides), base.device)
+
+
 def default_partition(
     joint: fx.GraphModule, num_forward_outputs: int, static_indices: Sequence[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -174,6 +193,11 @@ def seen_as_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def module_of_graph(root: torch.nn.Module, graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A GraphModule whose code is generated when it is first asked for."""
+    return _LazyGraphModule(root, graph, class_name=class_name)
 
 
 def recompiled(module: fx.GraphModule) -> Callable[..., Any]:

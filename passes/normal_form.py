@@ -24,7 +24,7 @@ from fxmem.analysis.split_families.call import Call, Size
 from fxmem.analysis.split_families.losses import MEAN, SUM
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
-from fxmem.passes.fakes import fake_result
+from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class _Rewriter:
         self.values: dict[fx.Node, fx.Node] = {}
         self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._sources: dict[fx.Node, fx.Node] = {}
-        self._mode = compat.fake_mode_of(joint.nodes)
+        self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
 
     def emit(self, node: fx.Node) -> None:
         """Write `node`, or what takes its place."""
@@ -81,7 +81,7 @@ class _Rewriter:
     def call(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call in the place of `source`, on nodes of the new graph."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta = {**source.meta, "val": fake_result(target, node, self._mode)}
+        node.meta = {**source.meta, "val": self._fakes.of(node)}
         self._sources[node] = source
         return node
 
@@ -90,7 +90,7 @@ class _Rewriter:
         self._drop_unread_items()
         self.graph.lint()
         forward = set(self.joint.nodes[: self.joint.num_forward_nodes])
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         lines = {new.name: self.joint.sources.get(old.name) for new, old in self._sources.items()}
         return replace(

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.passes.emit import META
-from fxmem.passes.fakes import fake_result
+from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -31,7 +31,7 @@ class PartGraph:
         self.region = "forward"
         self._lines: dict[fx.Node, str] = {}
         self._captured: set[fx.Node] = set()
-        self._mode = compat.fake_mode_of(joint.nodes)
+        self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
 
     def copy(self, node: fx.Node, current: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """`node` as it was, reading `current` of what it read."""
@@ -75,7 +75,7 @@ class PartGraph:
     def finish(self, results: Any, num_forward_nodes: int) -> JointGraph:
         self.graph.output(results).meta = dict(self.joint.graph_module.graph.output_node().meta)
         self.graph.lint()
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         sources = {node.name: line for node, line in self._lines.items()}
         return replace(self.joint, graph_module=module, num_forward_nodes=num_forward_nodes, sources=sources)
@@ -101,7 +101,7 @@ class PartGraph:
             self._lines[node] = self.joint.sources[source.name]
 
     def _run(self, node: fx.Node) -> Any:
-        return fake_result(node.target, node, self._mode)
+        return self._fakes.of(node)
 
 
 def shares_storage(node: fx.Node) -> bool:
