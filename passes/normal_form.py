@@ -27,6 +27,7 @@ from fxmem.passes.base import GraphPass
 from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
+_DERIVED = frozenset({operator.getitem, aten.view.default, aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ def normal_form(joint: JointGraph) -> JointGraph:
     """The graph with sums in place of mean losses; `joint` itself if it has none."""
     if all(_rewriting(node) is None for node in joint.nodes):
         return joint
-    rewriter = _Rewriter(joint)
+    rewriter = Rewriter(joint)
     for node in joint.nodes:
         rewriter.emit(node)
     return rewriter.finish()
 
 
-class _Rewriter:
+class Rewriter:
     """The graph under construction: nodes of the old one are copied, or something else is written in their place."""
 
     def __init__(self, joint: JointGraph) -> None:
@@ -87,7 +88,7 @@ class _Rewriter:
 
     def finish(self) -> JointGraph:
         self.graph.node_copy(self.joint.graph_module.graph.output_node(), self.values.__getitem__)
-        self._drop_unread_items()
+        self._drop_unread()
         self.graph.lint()
         forward = set(self.joint.nodes[: self.joint.num_forward_nodes])
         module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
@@ -100,15 +101,15 @@ class _Rewriter:
             sources={name: line for name, line in lines.items() if line is not None},
         )
 
-    def _drop_unread_items(self) -> None:
-        """Nobody reads the total weight of a sum any more."""
-        for new, old in list(self._sources.items()):
-            if new.target is operator.getitem and old.users and not new.users:
+    def _drop_unread(self) -> None:
+        """Picks and views that were read, and are read no more: the total weight of a sum, a view of a view."""
+        for new, old in reversed(self._sources.copy().items()):
+            if new.target in _DERIVED and old.users and not new.users:
                 self.graph.erase_node(new)
                 del self._sources[new]
 
 
-def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_cross_entropy(rewriter: Rewriter, call: Call) -> None:
     """Sum of the losses / total weight of the labels; who asks for the total weight gets this one."""
     total = _total_weight(rewriter, call)
     scores, target, weight = (rewriter.new(call[name]) for name in ("self", "target", "weight"))
@@ -118,7 +119,7 @@ def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:
     rewriter.items[node] = (rewriter.call(node, aten.div.Tensor, summed, total), total)
 
 
-def _total_weight(rewriter: _Rewriter, call: Call) -> fx.Node:
+def _total_weight(rewriter: Rewriter, call: Call) -> fx.Node:
     """Number of labels that are not ignored, or the sum of their classes' weights; of the losses' dtype."""
     node, target, weight = call.node, rewriter.new(call["target"]), rewriter.new(call["weight"])
     if weight is None:
@@ -132,7 +133,7 @@ def _total_weight(rewriter: _Rewriter, call: Call) -> fx.Node:
     return rewriter.call(node, aten.sum.default, counted)
 
 
-def _rewrite_cross_entropy_backward(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_cross_entropy_backward(rewriter: Rewriter, call: Call) -> None:
     """Of a mean, that of the sum with the gradient divided. Backward of a sum is told a total that it doesn't read."""
     node: Any = call.node
     names = ("grad_output", "self", "target", "weight", "total_weight")
@@ -148,25 +149,25 @@ def _rewrite_cross_entropy_backward(rewriter: _Rewriter, call: Call) -> None:
     rewriter.values[node] = rewriter.call(node, node.target, *arguments)
 
 
-def _rewrite_elementwise(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_elementwise(rewriter: Rewriter, call: Call) -> None:
     shape = torch.broadcast_shapes(call.shape_of("self"), call.shape_of("target"))
     summed = rewriter.call(call.node, call.node.target, *_arguments(rewriter, call, reduction=SUM))
     rewriter.values[call.node] = rewriter.call(call.node, aten.div.Scalar, summed, math.prod(shape))
 
 
-def _rewrite_elementwise_backward(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_elementwise_backward(rewriter: Rewriter, call: Call) -> None:
     node, count = call.node, math.prod(call.shape_of("self"))
     gradient = rewriter.call(node, aten.div.Scalar, rewriter.new(call["grad_output"]), count)
     arguments = _arguments(rewriter, call, reduction=SUM, grad_output=gradient)
     rewriter.values[node] = rewriter.call(node, node.target, *arguments)
 
 
-def _arguments(rewriter: _Rewriter, call: Call, **changed: Any) -> list[Any]:
+def _arguments(rewriter: Rewriter, call: Call, **changed: Any) -> list[Any]:
     """All arguments of a call by position, some of them changed."""
     return [changed.get(name, rewriter.new(value)) for name, value in call.arguments.items()]
 
 
-def _rewrite_mean(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_mean(rewriter: Rewriter, call: Call) -> None:
     node, dims = call.node, call.dims()
     options = {"dtype": call["dtype"]} if call["dtype"] is not None else {}
     if "dim" in call.arguments:
@@ -204,7 +205,7 @@ def _is_known(shape: Sequence[Size]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
-_Rewriting = Callable[[_Rewriter, Call], None]
+_Rewriting = Callable[[Rewriter, Call], None]
 _REWRITINGS: dict[Any, tuple[Callable[[Call], bool], _Rewriting]] = {
     **dict.fromkeys(
         (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
