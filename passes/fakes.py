@@ -53,7 +53,7 @@ class Fakes:
             return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr, index]
         if None in map(self._look_of, node.all_input_nodes):
             return fake_result(node.target, node, self._mode)
-        if node.target in _VIEWS and (view := _VIEWS[node.target](*_values(node)[0])) is not None:
+        if node.target in _VIEWS and not node.kwargs and (view := _VIEWS[node.target](*_values(node)[0])) is not None:
             return view
         tensors: list[Tensor] = []
         key = node.target, self._key(node.args, tensors), self._key(tuple(node.kwargs.items()), tensors)
@@ -155,7 +155,7 @@ def _values(node: fx.Node) -> Any:
     return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
 
 
-def _slice(base: Tensor, dim: int, start: Any, end: Any, step: Any = 1) -> Tensor | None:
+def _slice(base: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Tensor | None:
     """A slice within the borders of `base`; None for another one."""
     is_plain = all(type(n) is int for n in (start, end)) and step == 1 and 0 <= start <= end <= base.shape[dim]
     if not is_plain:
