@@ -92,6 +92,9 @@ class _Writer:
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
+        for node in captured:
+            if node in self.region.scaled:  # before backward makes gradients of its own, that would stand beside both
+                self._read(node)
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
         return self.nodes.finish((*results, *gradients))

@@ -101,11 +101,11 @@ def _small_barrier(border: Border) -> list[fx.Node]:
     The number of labels that count, say: every part's gradient needs it, and it needs all labels.
     """
     growth = border.growth
-    limit = part_bytes(growth)
-    for tensor in border.whole:
+    limit, inside = part_bytes(growth), growth.members.keys() | growth.made.keys()
+    for tensor in sorted(border.whole, key=growth.index.__getitem__):
         if _is_waited_for(border, tensor):
             op = maker(tensor)
-            cone = [op, *ancestors_among([op], growth.members.keys() | growth.made.keys())]
+            cone = [op, *ancestors_among([op], inside)]
             if sum(nbytes(n) for n in cone if is_tensor(n) and base_of(n) is None) < limit:
                 return [n for n in cone if n in growth.members]
     return []
@@ -120,12 +120,15 @@ def part_bytes(growth: Growth) -> float:
 def _is_waited_for(border: Border, tensor: fx.Node) -> bool:
     """Does a member of the same phase depend on all of `tensor`?"""
     level, is_early = border.levels[maker(tensor)], border.runs_early(maker(tensor))
-    below = {tensor}
-    for node in border.growth.nodes[border.growth.index[tensor] :]:
-        if any(n in below for n in node.all_input_nodes):
+    below, todo = {tensor}, [tensor]
+    while todo:
+        for node in todo.pop().users:
+            if node in below:
+                continue
             if border.levels.get(node, -1) > level and border.runs_early(node) == is_early:
                 return True
             below.add(node)
+            todo.append(node)
     return False
 
 

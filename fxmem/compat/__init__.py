@@ -60,8 +60,10 @@ from fxmem.compat.dynamo import seen_as_compiling as seen_as_compiling
 from fxmem.compat.dynamo import torch_compile_call as torch_compile_call
 from fxmem.compat.dynamo import torch_compile_call_of as torch_compile_call_of
 from fxmem.compat.dynamo import with_symbolic_batch as with_symbolic_batch
+from fxmem.compat.fake_tensors import fake_empty as fake_empty
 from fxmem.compat.fake_tensors import fake_in_current_mode as fake_in_current_mode
 from fxmem.compat.fake_tensors import fake_mode_of as fake_mode_of
+from fxmem.compat.fake_tensors import fake_view as fake_view
 from fxmem.compat.fake_tensors import fakes_of as fakes_of
 from fxmem.compat.fake_tensors import no_modes as no_modes
 from fxmem.compat.graphs import BoxedCodeGen as BoxedCodeGen

@@ -14,13 +14,16 @@ from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.base import run_passes
+from fxmem.passes.direct_views import DirectViews
 from fxmem.passes.fission import SplitRegions
+from fxmem.passes.ignored_rows import IgnoredRows
 from fxmem.passes.normal_form import LossNormalForm
 
 LEAST_BYTES = 2**20
 """Smaller values are not split: where they are the largest, memory is not what a step lacks."""
 _MOST_PARTS = 16
 _FEW_PARTS = 4
+_NORMAL_FORM = (IgnoredRows(), DirectViews(), LossNormalForm())
 _SHARE = 3  # values below this part of the seed are not drawn into a region around it
 
 
@@ -28,12 +31,12 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
     """`joint` with those regions in parts. Raises VerifyError, PlanMismatch where that can't be."""
     if not fissions:
         return joint
-    return run_passes(joint, [LossNormalForm(), SplitRegions(fissions)]).joint
+    return run_passes(joint, [*_NORMAL_FORM, SplitRegions(fissions)]).joint
 
 
 def _normal_form(joint: JointGraph) -> JointGraph:
     """The graph whose nodes seeds are indices of."""
-    return run_passes(joint, [LossNormalForm()]).joint
+    return run_passes(joint, _NORMAL_FORM).joint
 
 
 class Candidates:
