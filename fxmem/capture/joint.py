@@ -152,7 +152,8 @@ def _restore_aliases(graph: fx.Graph) -> None:
     for node in graph.nodes:
         base = node.args[0] if node.args and is_view(node) else None
         values = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
-        if all(isinstance(value, compat.FakeTensor) for value in values) and len(set(map(compat.storage_key, values))) > 1:
+        are_fake = all(isinstance(value, compat.FakeTensor) for value in values)
+        if are_fake and len(set(map(compat.storage_key, values))) > 1:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             with node.meta["val"].fake_mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
