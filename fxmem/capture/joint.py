@@ -151,9 +151,9 @@ def _restore_aliases(graph: fx.Graph) -> None:
     """Let values of views share their base's storage: those of nodes that inductor's patterns wrote own theirs."""
     for node in graph.nodes:
         base = node.args[0] if node.args and is_view(node) else None
-        values = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
-        are_fake = all(isinstance(value, compat.FakeTensor) for value in values)
-        if are_fake and len(set(map(compat.storage_key, values))) > 1:
+        found = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
+        values = [value for value in found if isinstance(value, compat.FakeTensor)]
+        if len(values) == 2 and compat.storage_key(values[0]) != compat.storage_key(values[1]):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             with node.meta["val"].fake_mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
