@@ -134,7 +134,7 @@ class _Writer:
     def _one(self, tangent: fx.Node) -> fx.Node:
         value = tangent.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
-        return self.nodes.call(aten.ones.default, ([],), f"{tangent.name}_one", tangent, options)
+        return self.nodes.call(aten.full.default, ([], 1), f"{tangent.name}_one", tangent, options)
 
     # parts
 

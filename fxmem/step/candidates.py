@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxmem.analysis.region import Region, nbytes
+from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
 from fxmem.analysis.regions import grow
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
@@ -57,7 +57,7 @@ class Candidates:
         self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
 
     def _regions(self) -> Iterator[Region]:
-        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if node.op == "call_function"]
+        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if _owns_bytes(node)]
         size, at = max(sizes, default=(0, 0))
         if size >= LEAST_BYTES:
             for least_bytes in (size // _SHARE, 0):
@@ -99,6 +99,11 @@ class Candidates:
         if region.refused not in self.refusals:
             self.refusals.append(region.refused)
         return None
+
+
+def _owns_bytes(node: fx.Node) -> bool:
+    """Does an op make the tensor, and not as a view: expanded, that may seem large and take no memory?"""
+    return node.op == "call_function" and is_tensor(node) and base_of(node) is None
 
 
 def described(joint: JointGraph, fissions: tuple[Fission, ...]) -> list[str]:
