@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import types
 import unittest.mock
 import warnings
@@ -551,6 +552,16 @@ def graph_break(module: fx.GraphModule) -> str | None:
     stack = reason.user_stack
     where = f" at {stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ""
     return f"{str(reason.reason).splitlines()[0]}{where}"
+
+
+def resumed_at(module: fx.GraphModule) -> str | None:
+    """The line at which Dynamo went on after a break, of a graph that is not the first of its function."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    frames = [(_RESUMED.fullmatch(frame.name), frame) for frame in (reason.user_stack if reason else ())]
+    return next((f"{frame.filename}:{resumed['line']}" for resumed, frame in frames if resumed), None)
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)")
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from fxmem.report.text import line
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.fission import cheapest
-from fxmem.step.graph import Graph, Variant, storages_of
+from fxmem.step.graph import Graph, Variant, code_beside, storages_of
 from fxmem.step.held_tensors import reachable_tensors, storages
 from fxmem.step.joined import Segment
 from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
@@ -508,7 +508,8 @@ class Step:
         The step is over its budget, once: then it is known. Raises `error` where nothing else is in flight.
         """
         if not error.actions or self._episode is None or not self._episode.open_calls:
-            raise error
+            beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
+            raise error.of(error.asked, error.graph, beside) from error
         _LOGGER.warning(
             "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
             "where that can't be, take a first step on a small batch"

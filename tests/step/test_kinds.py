@@ -110,6 +110,30 @@ def test_graphs_of_a_broken_model_are_planned_as_one_problem():
     assert ahead.extra_s > 0
 
 
+class Hidden(Blocks):
+    """All but the last block run where Dynamo doesn't look, before the only graph."""
+
+    def forward(self, x, y):
+        x = self.unseen(x)
+        return F.mse_loss((x + self.blocks[-1](x)) * self.scale, y)
+
+    @torch.compiler.disable
+    def unseen(self, x):
+        for block in self.blocks[:-1]:
+            x = x + block(x)
+        return x
+
+
+def test_a_refusal_names_what_runs_before_the_first_graph():
+    torch.manual_seed(0)
+    module, args = Hidden(), (torch.randn(128, 32), torch.randn(128, 32))
+    peak = peak_of(module, lambda: run(module, args))
+    step = fxmem.compile(module, budget=int(0.75 * peak), **QUICK)
+    with pytest.raises(fxmem.BudgetInfeasible, match=r"not planned: what runs before .*test_kinds.py:\d+, where torch"):
+        for _ in range(6):
+            run(step, args)
+
+
 def test_a_loss_outside_of_the_model_counts():
     module, (x, y) = blocks(num_blocks=2, batch=128)
     body = nn.Sequential(*module.blocks)
