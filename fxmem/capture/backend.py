@@ -11,6 +11,7 @@ from torch import fx
 from fxmem import compat
 from fxmem.capture.errors import capture_errors
 from fxmem.capture.joint import JointGraph, from_aot, require_tensors
+from fxmem.capture.masked import masked_writes_by_where
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to (forward, backward) modules by AOTAutograd's convention: forward returns its outputs and then
@@ -49,6 +50,7 @@ def make_backend(
     """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        masked_writes_by_where(module)
         sources = [compat.placeholder_source(n) for n in module.graph.find_nodes(op="placeholder")]
 
         def partition_fn(
