@@ -23,6 +23,7 @@ from torch._C._autograd import DeviceType
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import error_on_graph_break, eval_frame
+from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -32,6 +33,7 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import aot_autograd as aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture, graph_compile, runtime_wrappers
@@ -177,6 +179,16 @@ def seen_as_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def break_at_gradients(module: fx.GraphModule) -> None:
+    """Within a backend: have Dynamo start over and break where `module` asks for gradients, if it does."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    if not any(graph.find_nodes(op="call_function", target=torch.autograd.grad) for graph in graphs):
+        return
+    InstructionTranslator.current_tx().speculation_log.graph_break_on_autograd_grad = True
+    restart = dynamo_exc.AutogradGradRestartAnalysis(restart_reason="a backward in the graph, and none behind it")
+    raise past_dynamo(restart)
+
+
 def recompiled(module: fx.GraphModule) -> Callable[..., Any]:
     """The module's generated forward, now and not at its first call, which would keep the call's arguments alive."""
     module.recompile()
@@ -286,13 +298,17 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
 RECOMPILE_LIMIT = 32
 """Versions of one frame that may be compiled before it is an error."""
 
+_CAN_TRACE_GRADIENTS = hasattr(dynamo_exc, "AutogradGradRestartAnalysis")
+
 _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
 def _settings_for_one_graph() -> dict[str, Any]:
-    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out)."""
+    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out),
+    nor gradients that forward itself asks for, if this torch can break there after all."""
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | {
+    gradients = {"trace_autograd_ops": True} if _CAN_TRACE_GRADIENTS else {}
+    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | gradients | {
         "allow_unspec_int_on_nn_module": True,  # a counter that a model keeps is no reason to compile again
         "fail_on_recompile_limit_hit": True,  # otherwise the frame runs without a plan from then on
         "recompile_limit": max(dynamo_config.recompile_limit, RECOMPILE_LIMIT),
@@ -800,6 +816,7 @@ def replace_backward(node: Any, instead: InsteadOfBackward) -> None:
     compiled = kind.fxmem_compiled_backward = kind.backward
     is_boxed = getattr(kind, "boxed_grads_call", False)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         def run(of_outputs: list[Any]) -> Any:
             return compiled(ctx, of_outputs) if is_boxed else compiled(ctx, *of_outputs)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxmem import compat
@@ -51,6 +52,7 @@ def make_backend(
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         masked_writes_by_where(module)
+        is_training = torch.is_grad_enabled()
         sources = [compat.placeholder_source(n) for n in module.graph.find_nodes(op="placeholder")]
 
         def partition_fn(
@@ -66,6 +68,8 @@ def make_backend(
             return partition(captured)
 
         def inference_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if is_training:  # a backward inside would run as forward does, by no plan
+                compat.break_at_gradients(module)
             if inference is not None:
                 (output,) = graph.graph.find_nodes(op="output")
                 inference(from_aot(graph, len(output.args[0]), range(len(inputs)), sources))

@@ -345,7 +345,7 @@ class Step:
             return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
-        foreseen_bytes = limit if len(known.parts) > 1 else expected_bytes  # several were planned without each other
+        foreseen_bytes = limit if known.may_be_several else expected_bytes
         has_room = foreseen_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
         is_tried = known.is_improved or known.is_least
         if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:

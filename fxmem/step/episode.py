@@ -299,6 +299,7 @@ def _fields(level: Level) -> tuple[int, int, int, int]:
     return level.before, level.start, level.peak, level.end
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dropped(episode: weakref.ref[Episode], call: Call) -> None:
     call.drop()
     found = episode()
@@ -312,6 +313,7 @@ class _BackwardHook:
     def __init__(self, episode: Episode, call: Call) -> None:
         self.episode, self.call = episode, call
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, grad: Tensor) -> None:
         self.episode.backward_starts(self.call)
 
@@ -322,6 +324,7 @@ class _Backward:
     def __init__(self, episode: Episode, call: Call, hook: _BackwardHook) -> None:
         self.episode, self.call, self.hook = episode, call, hook
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
         arguments = self.call.arguments
         assert arguments is not None
@@ -349,6 +352,7 @@ class _Backward:
                 gradient.register_hook(self._differentiated)
         return tuple(found)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _differentiated(self, _: Tensor) -> None:
         """Keeps `hook`, and so the call open, while there may be a backward of its gradients."""
         self.episode.second_backward_starts(self.call)
@@ -360,6 +364,7 @@ class _EndMark:
     def __init__(self, owner: int, number: int) -> None:
         self.owner, self.number = owner, number
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: Any) -> None:
         mark(self.owner, f"B- {self.number}")
 
@@ -373,9 +378,11 @@ class _WhenDropped:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self) -> None:
         """Nothing to do yet."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __del__(self) -> None:
         self.episode.backward_ended()
 

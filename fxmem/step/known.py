@@ -65,6 +65,12 @@ class Known:
         return len(self.parts) == 1 and not self.beside.during and not self.beside.before and not self.parts[0].dropped
 
     @property
+    def may_be_several(self) -> bool:
+        """Was the first plan made before anyone knew what else is called, or that nothing is?"""
+        broken = (graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
+        return len(self.parts) > 1 or any(reason is not None for reason in broken)
+
+    @property
     def forms(self) -> list[Forms]:
         """Of the graph of each call."""
         return [graph.forms for ref in self.graphs if (graph := ref()) is not None]

@@ -134,6 +134,47 @@ def test_a_refusal_names_what_runs_before_the_first_graph():
             run(step, args)
 
 
+def test_a_step_that_runs_its_own_backward_is_planned_and_uses_its_budget():
+    module, args = blocks()
+
+    def train(x, y):
+        loss = module(x, y)
+        loss.backward()
+        return loss.detach()
+
+    budget = int(0.75 * peak_of(module, lambda: train(*args)))
+    step = fxmem.compile(train, budget, **QUICK)
+    peaks = check_steps(module, lambda: step(*args), lambda: train(*args), budget)
+    assert len(step.plans) == 1
+    assert step.plan.peak_bytes == peaks[-1] > 0.9 * budget, "it was planned for less only until its end was seen"
+
+
+class Forces(nn.Module):
+    """An energy and its gradient, both in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.body(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return 0.1 * energy + force.square().sum()
+
+
+def test_gradients_that_forward_asks_for_are_planned_with_it():
+    torch.manual_seed(0)
+    module, args = Forces(), (torch.randn(128, 32),)
+    budget = int(0.8 * peak_of(module, lambda: run(module, args)))
+    step = fxmem.compile(module, budget, **QUICK)
+    check_steps(module, lambda: run(step, args), lambda: run(module, args), budget, num_steps=2)
+    assert len(step.plans) == 1
+    assert step.plan.peak_bytes <= budget
+    step.eval()
+    torch.testing.assert_close(step(*args), module(*args))
+
+
 def test_a_loss_outside_of_the_model_counts():
     module, (x, y) = blocks(num_blocks=2, batch=128)
     body = nn.Sequential(*module.blocks)
