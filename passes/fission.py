@@ -87,12 +87,11 @@ class _Writer:
         self._items(self.region.forward)
         num_outputs = self.joint.num_forward_outputs
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
-        num_forward_nodes = len(self.nodes.graph.nodes)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
-        return self.nodes.finish((*results, *gradients), num_forward_nodes)
+        return self.nodes.finish((*results, *gradients))
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
