@@ -42,7 +42,6 @@ from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
 from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import why_no_graph
-from fxmem.step.resident import gradient_bytes
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
 
@@ -238,9 +237,10 @@ class Step:
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
         is_whole = not more or self._arguments is None
-        tensors = reachable_tensors((self.function, self.settings.optimizer, self._arguments, more))
+        function = self.function if self._standing.is_of_function(more) else None
+        tensors = reachable_tensors((function, self.settings.optimizer, self._arguments, more))
         episode.start_trace(tensors, device_of(tensors), is_whole)
-        episode.gradient_bytes = gradient_bytes(self.parameters)
+        episode.gradient_bytes = self._standing.existing_gradient_bytes(more)
 
     def _noticed_end(self) -> None:
         """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""

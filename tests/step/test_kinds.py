@@ -227,6 +227,21 @@ def test_two_compiled_models_have_a_budget_each():
     assert all(step.step.measured_peak_bytes <= budget for step in steps)
 
 
+def test_equal_models_that_torch_compile_gives_one_code_do_not_count_for_each_other():
+    modules, args = [blocks(num_blocks=2, batch=128, seed=seed)[0] for seed in (0, 1)], blocks(batch=128)[1]
+    budget = int(0.8 * peak_of(modules[0], lambda: run(modules[0], args)))
+    compiled = [torch.compile(m, backend="fxmem", options={"budget": budget, **QUICK}) for m in modules]
+    for _ in range(3):
+        peaks = [fxmem.measure(lambda step=step: run(step, args)).peak_bytes for step in compiled]
+        assert max(peaks) <= budget
+        for module in modules:
+            module.zero_grad()
+    step = fxmem.step_of(compiled[1])
+    assert step is fxmem.step_of(compiled[0])
+    assert step.num_retries == 0
+    assert step.plan.peak_bytes <= budget
+
+
 def test_a_lost_measurement_verifies_nothing():
     module, args = blocks(num_blocks=2, batch=128)
     step = fxmem.compile(module, budget=0.8, **QUICK)
