@@ -52,6 +52,7 @@ from fxmem.compat.dynamo import as_dynamo_gives as as_dynamo_gives
 from fxmem.compat.dynamo import break_at_gradients as break_at_gradients
 from fxmem.compat.dynamo import fake_inputs as fake_inputs
 from fxmem.compat.dynamo import graph_break as graph_break
+from fxmem.compat.dynamo import hold_settings as hold_settings
 from fxmem.compat.dynamo import innermost_user_frame as innermost_user_frame
 from fxmem.compat.dynamo import isolated_compile as isolated_compile
 from fxmem.compat.dynamo import past_dynamo as past_dynamo

@@ -8,7 +8,7 @@ import logging
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,15 +131,31 @@ def torch_compile_call() -> tuple[Any, Callable[..., Any] | None]:
 
     (None, None) if another caller than torch.compile calls the backend.
     """
+    call, running = _running_call()
+    return call, running.get("fn")
+
+
+def hold_settings() -> None:
+    """Within a backend: from its next call on, what torch.compile returned runs under the settings of `isolated_compile`.
+
+    Under Dynamo's own a frame runs without a plan, and without a word, after eight versions of it.
+    """
+    context = _running_call()[1].get("self")
+    if isinstance(context, eval_frame.OptimizeContext):
+        context.enter_exit_hooks.append(dynamo_config._make_closure_patcher(**_settings_for_one_graph()))
+
+
+def _running_call() -> tuple[Any, Mapping[str, Any]]:
+    """The object that stands for the call of torch.compile, and the variables of the frame that runs its result."""
     frame, call = inspect.currentframe(), None
     while frame is not None:
         values = frame.f_locals
         if isinstance(values.get("self"), torch._TorchCompileWrapper):
             call = values["self"]
         if call is not None and frame.f_code.co_filename == eval_frame.__file__ and callable(values.get("fn")):
-            return call, values["fn"]
+            return call, values
         frame = frame.f_back
-    return call, None
+    return call, {}
 
 
 def torch_compile_call_of(compiled: Any) -> Any:

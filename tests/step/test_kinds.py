@@ -311,25 +311,35 @@ def test_a_backward_that_never_comes_leaves_no_profiler_behind():
     assert not compat.profiler_is_active()
 
 
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mode = ""
+
+    def forward(self, x):
+        self.mode += "x"  # a new constant each time: another graph each time
+        return self.linear(x).mul(len(self.mode)).sum()
+
+
 def test_what_changes_every_step_is_named_before_it_would_run_without_a_plan(monkeypatch):
     for module in (compat, compat.dynamo):
         monkeypatch.setattr(module, "RECOMPILE_LIMIT", 9)
-
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.mode = ""
-
-        def forward(self, x):
-            self.mode += "x"  # a new constant each time: another graph each time
-            return self.linear(x).mul(len(self.mode)).sum()
-
     step = fxmem.compile(Changing(), budget=2**20)
     for _ in range(9):
         run(step, (torch.randn(4, 8),))
     with pytest.raises(fxmem.CaptureError, match="was compiled 9 times"):
         step(torch.randn(4, 8))
+
+
+def test_torch_compile_runs_nothing_without_a_plan_either(monkeypatch):
+    monkeypatch.setattr(compat.dynamo, "RECOMPILE_LIMIT", 9)
+    module = Changing()
+    module.compile(backend="fxmem", options={"budget": 2**20})
+    for _ in range(9):
+        run(module, (torch.randn(4, 8),))
+    with pytest.raises(compat.FailOnRecompileLimitHit):
+        module(torch.randn(4, 8))
 
 
 def test_a_backward_on_another_thread_verifies_nothing_and_leaves_no_profiler():
