@@ -42,6 +42,7 @@ from fxmem.compat.autograd import keeps_graph as keeps_graph
 from fxmem.compat.autograd import queue_after_backward as queue_after_backward
 from fxmem.compat.autograd import replace_backward as replace_backward
 from fxmem.compat.distributed import default_store as default_store
+from fxmem.compat.distributed import has_reducer as has_reducer
 from fxmem.compat.distributed import is_fully_sharded as is_fully_sharded
 from fxmem.compat.distributed import pipelining as pipelining
 from fxmem.compat.distributed import shard_bytes as shard_bytes
@@ -54,6 +55,7 @@ from fxmem.compat.dynamo import fake_inputs as fake_inputs
 from fxmem.compat.dynamo import graph_break as graph_break
 from fxmem.compat.dynamo import hold_settings as hold_settings
 from fxmem.compat.dynamo import innermost_user_frame as innermost_user_frame
+from fxmem.compat.dynamo import is_inner_frame as is_inner_frame
 from fxmem.compat.dynamo import isolated_compile as isolated_compile
 from fxmem.compat.dynamo import past_dynamo as past_dynamo
 from fxmem.compat.dynamo import placeholder_source as placeholder_source

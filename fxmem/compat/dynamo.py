@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import re
 import types
 import warnings
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.nn.modules import container
 
 CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile itself can keep one call's compiled entries apart from others'."""
@@ -156,6 +158,24 @@ def _running_call() -> tuple[Any, Mapping[str, Any]]:
             return call, values
         frame = frame.f_back
     return call, {}
+
+
+def is_inner_frame() -> bool:
+    """Within a backend: was the function whose graph it is called by a model's code that Dynamo left as it is?"""
+    frame, callers = inspect.currentframe(), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == convert_frame.__file__:
+            callers = []
+        elif callers is not None and file == eval_frame.__file__ and callable(frame.f_locals.get("fn")):
+            return any(not caller.startswith(_TORCH) or caller == container.__file__ for caller in callers)
+        elif callers is not None:
+            callers.append(file)
+        frame = frame.f_back
+    return False
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def torch_compile_call_of(compiled: Any) -> Any:

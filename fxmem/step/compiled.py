@@ -41,7 +41,7 @@ from fxmem.step.kinds import Kinds
 from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
 from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
-from fxmem.step.parallel import why_no_graph
+from fxmem.step.parallel import parallel_bytes, why_no_graph
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
 
@@ -237,9 +237,11 @@ class Step:
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
         is_whole = not more or self._arguments is None
-        function = self.function if self._standing.is_of_function(more) else None
+        is_own = self._standing.is_of_function(more)
+        function = self.function if is_own else None
         tensors = reachable_tensors((function, self.settings.optimizer, self._arguments, more))
-        episode.start_trace(tensors, device_of(tensors), is_whole)
+        hidden_bytes = parallel_bytes(self.function) if is_own else 0
+        episode.start_trace(tensors, device_of(tensors), is_whole, hidden_bytes)
         episode.gradient_bytes = self._standing.existing_gradient_bytes(more)
 
     def _noticed_end(self) -> None:
@@ -435,7 +437,7 @@ class Step:
         if limit is None:
             return graph.forms.plan(program, None)
         beside = self._beside_bytes(graph, program, arguments)
-        if graph.break_reason is not None:
+        if graph.may_be_followed:
             limit = "min"  # more graphs follow, and nobody knows yet what they need
         guess = 0 if limit == "min" else self._guess_bytes(graph, program)
         for more in dict.fromkeys((guess, 0)):
@@ -477,7 +479,7 @@ class Step:
     def _beside_bytes(self, graph: Graph, program: Program, arguments: Sequence[tuple[int, int]]) -> int:
         """Bytes that stand beside `program` as it runs now."""
         in_use = {address for address, _ in arguments}
-        is_first = graph.break_reason is not None
+        is_first = graph.may_be_followed
         return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, self._episode)
 
 

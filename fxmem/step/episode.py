@@ -102,14 +102,17 @@ class Episode:
 
     # measuring
 
-    def start_trace(self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool) -> None:
-        if device.type == "cpu" and compat.default_store() is not None:
+    def start_trace(
+        self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool, hidden_bytes: int = 0
+    ) -> None:
+        """`hidden_bytes`: that stand on `device` beside `tensors`."""
+        if device.type == "cpu" and compat.has_reducer():
             return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         held = storages(tensors, device)
         trace = MemoryTrace(device, watched=tensors, owner=self.owner)
         if trace.begin():
             self.trace, self.is_whole = trace, is_whole
-            self.start_bytes, self._known = sum(held.values()), set(held)
+            self.start_bytes, self._known = sum(held.values()) + hidden_bytes, set(held)
 
     @property
     def is_traced(self) -> bool:

@@ -60,7 +60,7 @@ Choose = Callable[["Graph"], Plan]
 
 class Graph:
     """`program`: with costs, sizes as symbols where Dynamo made them so. `break_reason`: why more graphs follow.
-    `resumed_at`: the line of a break that this one follows.
+    `resumed_at`: the line of a break that this one follows. `is_inner`: code calls it that is in no graph.
     """
 
     def __init__(self, module: fx.GraphModule, settings: Settings) -> None:
@@ -69,12 +69,18 @@ class Graph:
         self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.break_reason = compat.graph_break(module)
         self.resumed_at = compat.resumed_at(module)
+        self.is_inner = self.resumed_at is None and compat.is_inner_frame()
         self._forms: Forms | None = None
         self.autocast = compat.autocast_now()
         self.pinned: frozenset[int] = frozenset()
         self._trace = compat.AotTrace()
         self.variants: list[Variant] = []
         self._transfers: Transfers | None = None
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Is it known of the graph alone that it need not be all of a step?"""
+        return self.break_reason is not None or self.is_inner
 
     @property
     def forms(self) -> Forms:

@@ -67,8 +67,7 @@ class Known:
     @property
     def may_be_several(self) -> bool:
         """Was the first plan made before anyone knew what else is called, or that nothing is?"""
-        broken = (graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
-        return len(self.parts) > 1 or any(reason is not None for reason in broken)
+        return len(self.parts) > 1 or any(g.may_be_followed for ref in self.graphs if (g := ref()) is not None)
 
     @property
     def forms(self) -> list[Forms]:

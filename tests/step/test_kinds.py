@@ -175,6 +175,40 @@ def test_gradients_that_forward_asks_for_are_planned_with_it():
     torch.testing.assert_close(step(*args), module(*args))
 
 
+class Unread(Blocks):
+    """What Dynamo can't read stands in the loop over the blocks: each block is a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner(block) for block in self.blocks)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+            torch.compiler.disable(print)(end="")
+        return F.mse_loss(x * self.scale, y)
+
+
+class Inner(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+def test_a_fraction_is_of_the_whole_step_where_blocks_are_graphs_of_their_own():
+    torch.manual_seed(0)
+    module, args = Unread(), (torch.randn(256, 32), torch.randn(256, 32))
+    peak = peak_of(module, lambda: run(module, args))
+    step = fxmem.compile(module, 0.75, **QUICK)
+    peaks = check_steps(module, lambda: run(step, args), lambda: run(module, args), int(0.77 * peak), num_over=1)
+    assert len(step.plans) == 4
+    assert step.step.measured_peak_bytes <= step.step.budget_bytes < int(0.77 * peak)
+    assert peaks[-1] > 0.6 * peak, "the smallest plans were only the first step's"
+
+
 def test_a_loss_outside_of_the_model_counts():
     module, (x, y) = blocks(num_blocks=2, batch=128)
     body = nn.Sequential(*module.blocks)
