@@ -76,9 +76,9 @@ class BudgetInfeasible(FxmemError):
         self.asked = asked
         self.graph = graph
 
-    def of(self, asked: object, graph: str) -> BudgetInfeasible:
-        """The same, saying what was asked and of which graph."""
-        given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where, self.actions)
+    def of(self, asked: object, graph: str, where: str = "") -> BudgetInfeasible:
+        """The same, saying what was asked and of which graph, and `where` besides."""
+        given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where + where, self.actions)
         error = BudgetInfeasible(*given, asked=asked, graph=graph)
         error.form, error.is_unsplit = self.form, self.is_unsplit
         return error

@@ -26,9 +26,6 @@ from fxmem.capture.errors import user_frame
 from fxmem.capture.overwritten import ancestors, overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
 
-FUSED = "fxmem_fused"
-"""Key in `node.meta` of an op of a part whose gradients are made in forward: the region that it was captured in."""
-
 
 @dataclass(frozen=True)
 class JointGraph:
@@ -151,9 +148,9 @@ def _restore_aliases(graph: fx.Graph) -> None:
     """Let values of views share their base's storage: those of nodes that inductor's patterns wrote own theirs."""
     for node in graph.nodes:
         base = node.args[0] if node.args and is_view(node) else None
-        found = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
-        values = [value for value in found if isinstance(value, compat.FakeTensor)]
-        if len(values) == 2 and compat.storage_key(values[0]) != compat.storage_key(values[1]):
+        values = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
+        fakes = [value for value in values if isinstance(value, compat.FakeTensor)]
+        if len(fakes) == len(values) and len(set(map(compat.storage_key, fakes))) > 1:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             with node.meta["val"].fake_mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)

@@ -42,6 +42,7 @@ from fxmem.compat.autograd import keeps_graph as keeps_graph
 from fxmem.compat.autograd import queue_after_backward as queue_after_backward
 from fxmem.compat.autograd import replace_backward as replace_backward
 from fxmem.compat.distributed import default_store as default_store
+from fxmem.compat.distributed import has_reducer as has_reducer
 from fxmem.compat.distributed import is_fully_sharded as is_fully_sharded
 from fxmem.compat.distributed import pipelining as pipelining
 from fxmem.compat.distributed import shard_bytes as shard_bytes
@@ -49,13 +50,17 @@ from fxmem.compat.distributed import transfers_of as transfers_of
 from fxmem.compat.distributed import with_transfers as with_transfers
 from fxmem.compat.dynamo import RECOMPILE_LIMIT as RECOMPILE_LIMIT
 from fxmem.compat.dynamo import as_dynamo_gives as as_dynamo_gives
+from fxmem.compat.dynamo import break_at_gradients as break_at_gradients
 from fxmem.compat.dynamo import fake_inputs as fake_inputs
 from fxmem.compat.dynamo import graph_break as graph_break
+from fxmem.compat.dynamo import hold_settings as hold_settings
 from fxmem.compat.dynamo import innermost_user_frame as innermost_user_frame
+from fxmem.compat.dynamo import is_inner_frame as is_inner_frame
 from fxmem.compat.dynamo import isolated_compile as isolated_compile
 from fxmem.compat.dynamo import past_dynamo as past_dynamo
 from fxmem.compat.dynamo import placeholder_source as placeholder_source
 from fxmem.compat.dynamo import quiet_dynamo as quiet_dynamo
+from fxmem.compat.dynamo import resumed_at as resumed_at
 from fxmem.compat.dynamo import seen_as_compiling as seen_as_compiling
 from fxmem.compat.dynamo import torch_compile_call as torch_compile_call
 from fxmem.compat.dynamo import torch_compile_call_of as torch_compile_call_of

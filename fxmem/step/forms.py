@@ -74,7 +74,7 @@ class Forms:
 
     @property
     def others(self) -> list[Fissions]:
-        """How else it may be split; under inductor, which compiles each part by itself, large graphs not as a whole."""
+        """How else it may be split: under inductor, which compiles each part alone, a large graph not as a whole."""
         found = self._candidates.fissions if self._is_open else []
         return [f for f in found if self.settings.inner == "eager" or all(map(self._is_short, f))]
 
