@@ -20,14 +20,11 @@ from torch import fx
 from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.capture.draws import replay
+from fxmem.capture.notes import META, notes
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.program import Op, Program, Region
 from fxmem.passes.fakes import fake_result
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
-
-META = "fxmem"
-"""Key in `node.meta`: {"region": "forward" | "backward"}, plus "recompute_of": name for a node that runs again, plus
-"derived_from": name for a view that was made again from its base."""
 
 Handler = Callable[["Emitter", Any], None]
 A = TypeVar("A")
@@ -47,7 +44,7 @@ def emits(action_type: type[A]) -> Callable[[Callable[[Emitter, A], None]], Call
 
 def region_of(node: fx.Node) -> Region | None:
     """Region an emitted node runs in; None for a graph that was not emitted."""
-    region: Region | None = node.meta.get(META, {}).get("region")
+    region: Region | None = notes(node).get("region")
     return region
 
 

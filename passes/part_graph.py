@@ -11,7 +11,7 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
-from fxmem.passes.emit import META
+from fxmem.capture.notes import META, notes
 from fxmem.passes.fakes import fake_result
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ class PartGraph:
         Without a `name` it gets one made of its op's.
         """
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
-        node.meta = {**source.meta, META: {**source.meta.get(META, {}), **note}}
+        node.meta = {**source.meta, META: {**notes(source), **note}}
         self._note(node, source)
         try:
             node.meta["val"] = self._run(node)

@@ -16,12 +16,12 @@ from zoo import build
 from fxmem.analysis.peak import peak
 from fxmem.analysis.regions import Fission, grow
 from fxmem.capture import JointGraph, boxed
+from fxmem.capture.notes import META
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.passes import rewrite, run_passes
 from fxmem.passes.accumulators import verify_accumulators, writes_own
-from fxmem.passes.emit import META
 from fxmem.passes.fission import SplitRegions
 from fxmem.step.lower import lower
 from fxmem.step.measurement import measure
