@@ -136,16 +136,17 @@ class Answer(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 def test_outputs_that_nobody_uses_are_not_made_whole() -> None:
     args = classifier()[1]
     torch.manual_seed(0)
     module = Answer()
-    whole, used = (fxmem.plan(module, args, "min", outputs=outputs) for outputs in (None, "loss"))
+    whole, used = (fxmem.plan(module, args, "min", outputs=outputs, solve_s=0.3) for outputs in (None, "loss"))
     assert used.peak_bytes < whole.peak_bytes
     module(*args)["loss"].backward()
     expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
-    step = fxmem.compile(module, budget=used.peak_bytes + 2**16, outputs=["loss"])
+    step = fxmem.compile(module, budget=used.peak_bytes + 2**16, outputs=["loss"], solve_s=0.3)
     found = step(*args)
     found["loss"].backward()
     assert found["logits"] is None

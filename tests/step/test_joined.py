@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fxmem.ir.program import Op, Program, Storage
@@ -33,6 +33,7 @@ def test_one_call_has_the_bytes_that_it_has_alone(data: st.DataObject) -> None:
     assert simulate(program, joined.split(merged)[0]).peak_bytes == simulate(program, actions).peak_bytes
 
 
+@settings(max_examples=settings.default.max_examples // 2)  # of two programs each, with their schedules
 @given(st.data())
 def test_calls_in_flight_together_stand_on_each_other(data: st.DataObject) -> None:
     """What earlier calls save stands under later ones, and what stands beside them in every segment."""
