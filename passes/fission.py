@@ -92,6 +92,9 @@ class _Writer:
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
+        for node in captured:
+            if node in self.region.scaled:  # before backward makes gradients of its own, that would stand beside both
+                self._read(node)
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
         return self.nodes.finish((*results, *gradients))
@@ -131,7 +134,7 @@ class _Writer:
     def _one(self, tangent: fx.Node) -> fx.Node:
         value = tangent.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
-        return self.nodes.call(aten.ones.default, ([],), f"{tangent.name}_one", tangent, options)
+        return self.nodes.call(aten.full.default, ([], 1), f"{tangent.name}_one", tangent, options)
 
     # parts
 
