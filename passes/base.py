@@ -77,7 +77,7 @@ def run_passes(joint: JointGraph, passes: Sequence[GraphPass]) -> PassResult:
         difference.subtract(_targets(before))
         report = PassReport(
             name=graph_pass.name,
-            changed=debug.print_graph(joint) != debug.print_graph(before),
+            changed=debug.is_changed(before, joint),
             seconds=seconds,
             num_added={target: n for target, n in sorted(difference.items()) if n},
         )

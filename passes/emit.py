@@ -180,7 +180,7 @@ class Emitter:
         self.graph.output(tuple(results)).meta = {**source.meta, META: {"region": "backward"}}
         _drop_unread(self.graph)
         self.graph.lint()
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         nodes = list(self.graph.nodes)
         return replace(

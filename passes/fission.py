@@ -20,6 +20,7 @@ from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
+from fxmem.capture.joint import FUSED
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
@@ -74,6 +75,7 @@ class _Writer:
         self.offsets, self.size = region.fission.offsets, region.fission.size
         self.num_parts = region.fission.num_parts
         self.nodes = PartGraph(joint)
+        self._captured_forward = frozenset(joint.nodes[: joint.num_forward_nodes])
         self._whole: dict[fx.Node, fx.Node] = {}
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
@@ -88,12 +90,11 @@ class _Writer:
         self._items(self.region.forward)
         num_outputs = self.joint.num_forward_outputs
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
-        num_forward_nodes = len(self.nodes.graph.nodes)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
-        return self.nodes.finish((*results, *gradients), num_forward_nodes)
+        return self.nodes.finish((*results, *gradients))
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -179,7 +180,10 @@ class _Writer:
         self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, part: int, kwargs: Any = None
     ) -> fx.Node:
         note = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
-        return self.nodes.call(target, args, name, source, kwargs, **note)
+        node = self.nodes.call(target, args, name, source, kwargs, **note)
+        if self.region.tangent is not None:
+            node.meta[FUSED] = "forward" if source in self._captured_forward else "backward"
+        return node
 
     # sums and what is put together
 

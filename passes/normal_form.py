@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxmem import compat
 from fxmem.analysis.split_families.call import Call, Size
 from fxmem.analysis.split_families.losses import MEAN, SUM
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
-from fxmem.passes.fakes import fake_result
+from fxmem.passes.part_graph import PartGraph
 
 aten = torch.ops.aten
 
@@ -47,32 +46,29 @@ def normal_form(joint: JointGraph) -> JointGraph:
     """The graph with sums in place of mean losses; `joint` itself if it has none."""
     if all(_rewriting(node) is None for node in joint.nodes):
         return joint
-    rewriter = _Rewriter(joint)
-    for node in joint.nodes:
+    rewriter = Rewriter(joint)
+    for node in rewriter.nodes.walk():
         rewriter.emit(node)
     return rewriter.finish()
 
 
-class _Rewriter:
-    """The graph under construction: nodes of the old one are copied, or something else is written in their place."""
+class Rewriter:
+    """`values`: what stands for a captured node in the new graph; `items`: for the results of one, if not itself."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self.joint, self.graph = joint, fx.Graph()
+        self.joint, self.nodes = joint, PartGraph(joint)
         self.values: dict[fx.Node, fx.Node] = {}
         self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self._sources: dict[fx.Node, fx.Node] = {}
-        self._mode = compat.fake_mode_of(joint.nodes)
 
     def emit(self, node: fx.Node) -> None:
-        """Write `node`, or what takes its place."""
+        """Copy `node`, or write what takes its place."""
         rewriting = _rewriting(node)
         if rewriting is not None:
             rewriting(self, Call(node))
         elif node.target is operator.getitem and node.args[0] in self.items:
             self.values[node] = self.items[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
-            self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
-            self._sources[self.values[node]] = node
+            self.values[node] = self.nodes.copy(node, self.values.__getitem__)
 
     def new(self, argument: Any) -> Any:
         """What an argument of the old graph is in the new one."""
@@ -80,35 +76,22 @@ class _Rewriter:
 
     def call(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call in the place of `source`, on nodes of the new graph."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = {**source.meta, "val": fake_result(target, node, self._mode)}
-        self._sources[node] = source
-        return node
+        return self.nodes.call(target, args, None, source, kwargs)
 
     def finish(self) -> JointGraph:
-        self.graph.node_copy(self.joint.graph_module.graph.output_node(), self.values.__getitem__)
-        self._drop_unread_items()
-        self.graph.lint()
-        forward = set(self.joint.nodes[: self.joint.num_forward_nodes])
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
-        module.meta = dict(self.joint.graph_module.meta)
-        lines = {new.name: self.joint.sources.get(old.name) for new, old in self._sources.items()}
-        return replace(
-            self.joint,
-            graph_module=module,
-            num_forward_nodes=sum(old in forward for old in self._sources.values()),
-            sources={name: line for name, line in lines.items() if line is not None},
-        )
+        results = self.new(self.joint.outputs)
+        self._drop_unread_items(set(results))
+        return self.nodes.finish(results)
 
-    def _drop_unread_items(self) -> None:
+    def _drop_unread_items(self, results: Collection[Any]) -> None:
         """Nobody reads the total weight of a sum any more."""
-        for new, old in list(self._sources.items()):
-            if new.target is operator.getitem and old.users and not new.users:
-                self.graph.erase_node(new)
-                del self._sources[new]
+        for old, new in self.values.items():
+            is_read = not old.users or new.users or new in results
+            if new.target is operator.getitem and not is_read:
+                self.nodes.graph.erase_node(new)
 
 
-def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_cross_entropy(rewriter: Rewriter, call: Call) -> None:
     """Sum of the losses / total weight of the labels; who asks for the total weight gets this one."""
     total = _total_weight(rewriter, call)
     scores, target, weight = (rewriter.new(call[name]) for name in ("self", "target", "weight"))
@@ -118,7 +101,7 @@ def _rewrite_cross_entropy(rewriter: _Rewriter, call: Call) -> None:
     rewriter.items[node] = (rewriter.call(node, aten.div.Tensor, summed, total), total)
 
 
-def _total_weight(rewriter: _Rewriter, call: Call) -> fx.Node:
+def _total_weight(rewriter: Rewriter, call: Call) -> fx.Node:
     """Number of labels that are not ignored, or the sum of their classes' weights; of the losses' dtype."""
     node, target, weight = call.node, rewriter.new(call["target"]), rewriter.new(call["weight"])
     if weight is None:
@@ -132,7 +115,7 @@ def _total_weight(rewriter: _Rewriter, call: Call) -> fx.Node:
     return rewriter.call(node, aten.sum.default, counted)
 
 
-def _rewrite_cross_entropy_backward(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_cross_entropy_backward(rewriter: Rewriter, call: Call) -> None:
     """Of a mean, that of the sum with the gradient divided. Backward of a sum is told a total that it doesn't read."""
     node: Any = call.node
     names = ("grad_output", "self", "target", "weight", "total_weight")
@@ -148,25 +131,25 @@ def _rewrite_cross_entropy_backward(rewriter: _Rewriter, call: Call) -> None:
     rewriter.values[node] = rewriter.call(node, node.target, *arguments)
 
 
-def _rewrite_elementwise(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_elementwise(rewriter: Rewriter, call: Call) -> None:
     shape = torch.broadcast_shapes(call.shape_of("self"), call.shape_of("target"))
     summed = rewriter.call(call.node, call.node.target, *_arguments(rewriter, call, reduction=SUM))
     rewriter.values[call.node] = rewriter.call(call.node, aten.div.Scalar, summed, math.prod(shape))
 
 
-def _rewrite_elementwise_backward(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_elementwise_backward(rewriter: Rewriter, call: Call) -> None:
     node, count = call.node, math.prod(call.shape_of("self"))
     gradient = rewriter.call(node, aten.div.Scalar, rewriter.new(call["grad_output"]), count)
     arguments = _arguments(rewriter, call, reduction=SUM, grad_output=gradient)
     rewriter.values[node] = rewriter.call(node, node.target, *arguments)
 
 
-def _arguments(rewriter: _Rewriter, call: Call, **changed: Any) -> list[Any]:
+def _arguments(rewriter: Rewriter, call: Call, **changed: Any) -> list[Any]:
     """All arguments of a call by position, some of them changed."""
     return [changed.get(name, rewriter.new(value)) for name, value in call.arguments.items()]
 
 
-def _rewrite_mean(rewriter: _Rewriter, call: Call) -> None:
+def _rewrite_mean(rewriter: Rewriter, call: Call) -> None:
     node, dims = call.node, call.dims()
     options = {"dtype": call["dtype"]} if call["dtype"] is not None else {}
     if "dim" in call.arguments:
@@ -204,7 +187,7 @@ def _is_known(shape: Sequence[Size]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
-_Rewriting = Callable[[_Rewriter, Call], None]
+_Rewriting = Callable[[Rewriter, Call], None]
 _REWRITINGS: dict[Any, tuple[Callable[[Call], bool], _Rewriting]] = {
     **dict.fromkeys(
         (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),

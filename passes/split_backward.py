@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxmem import compat
 from fxmem.capture.notes import META, notes
 from fxmem.errors import VerifyError
 from fxmem.runtime.transfers import ops as _ops  # noqa: F401  (defines fxmem::reload)
@@ -142,4 +143,4 @@ def _extract(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in results))
     graph.lint()
-    return fx.GraphModule(root, graph)
+    return compat.module_of_graph(root, graph)

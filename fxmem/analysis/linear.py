@@ -47,7 +47,7 @@ def _degree(node: fx.Node, known: Mapping[fx.Node, Degree]) -> Degree:
     name = _name(node)
     if name in _ZEROS or (name in _FILLED and _number(node, _VALUES) == 0):
         return ZERO
-    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if _is_tensor(n)}
+    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if compat.tensors_of(n)}
     if not inputs or all(degree == 0 for degree in inputs.values()):
         return 0
     if None in inputs.values():
@@ -113,7 +113,3 @@ def _name(node: fx.Node) -> str:
     if isinstance(node.target, compat.OpOverload):
         return str(node.target.overloadpacket.__name__)
     return getattr(node.target, "__name__", str(node.target))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return any(isinstance(value, Tensor) for value in compat.tree_leaves(node.meta.get("val")))

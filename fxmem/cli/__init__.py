@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +100,7 @@ def _trained(step: Any, args: tuple[Any, ...], budget: Budget) -> dict[str, Any]
 
     for _ in range(2):
         run()
-    seconds = statistics.median(timeit.repeat(run, number=1, repeat=5))
+    seconds = min(timeit.repeat(run, number=1, repeat=5))
     measured_bytes = fxmem.measure(run).peak_bytes
     plan = step.plan
     return {

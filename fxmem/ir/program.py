@@ -56,6 +56,7 @@ class Op:
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
     A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
     `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
+    `fused`: of an op of a part whose gradients are made in forward: the region that it was captured in.
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
     `module`: the path of the module it belongs to. `part`: of what, if it runs for one part of a split region.
     """
@@ -74,6 +75,7 @@ class Op:
     is_collective: bool = False
     recomputable: bool = True
     hint: Hint = ""
+    fused: Region | None = None
     source: str = ""
     label: str = ""
     module: str = ""
@@ -327,6 +329,7 @@ class Program:
 
 _IMPURE_TARGETS = ("rand", "dropout", "bernoulli")  # the instances' own convention; captured graphs carry tags instead
 _REGION_OF: dict[str, Region] = {"fw": "forward", "bw": "backward"}
+_PHASE_OF: dict[Region, str] = {region: phase for phase, region in _REGION_OF.items()}
 
 
 def _op_to_json(op: Op) -> dict[str, Any]:
@@ -334,7 +337,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "name": op.name,
         "target": op.target,
         "kind": "input" if op.is_input else "op",
-        "phase": "fw" if op.region == "forward" else "bw",
+        "phase": _PHASE_OF[op.region],
         "time": op.seconds,
         "args": list(op.args),
         "storages": list(op.storages),
@@ -344,6 +347,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "collective": op.is_collective,
         "recomputable": op.recomputable,
         "hint": op.hint,
+        **({"fused": _PHASE_OF[op.fused]} if op.fused else {}),
         "source": op.source,
         "label": op.label,
         "module": op.module,
@@ -370,6 +374,7 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         is_collective=data.get("collective", False),
         recomputable=data.get("recomputable", not is_random),
         hint=data.get("hint", ""),
+        fused=_REGION_OF.get(data.get("fused", "")),
         source=data.get("source", ""),
         label=data.get("label", ""),
         module=data.get("module", ""),

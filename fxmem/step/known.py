@@ -264,12 +264,6 @@ def _beside(
     return Beside(throughout, during, before)
 
 
-def _made_bytes(program: Program) -> int:
-    """Bytes of all that a program makes."""
-    nbytes, resident = program.nbytes(), set(program.resident)
-    return sum(n for s, n in enumerate(nbytes) if s not in resident)
-
-
 def unplanned_bytes(program: Program) -> int:
     """The peak of `program` with everything saved."""
     return unplanned(program).peak_bytes

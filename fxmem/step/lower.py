@@ -132,7 +132,7 @@ def _extract(
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(joint.graph_module, graph)
+    return compat.module_of_graph(joint.graph_module, graph)
 
 
 def _is_constant(node: fx.Node) -> bool:

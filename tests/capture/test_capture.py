@@ -282,7 +282,7 @@ def test_two_compilations_of_one_callable_never_share_code(force_cache: bool) ->
 
     x = X.clone().requires_grad_()
     budgets = list(range(10))  # more than Dynamo's recompile limit
-    with compat.functorch_config.patch(force_autograd_cache=force_cache):
+    with compat.aot.functorch_config.patch(force_autograd_cache=force_cache):
         for budget in budgets:
             step = compat.isolated_compile(function, make_backend(partition_of(budget)))
             step(x).backward()

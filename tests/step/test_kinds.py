@@ -232,7 +232,8 @@ def test_a_backward_that_never_comes_leaves_no_profiler_behind():
 
 
 def test_what_changes_every_step_is_named_before_it_would_run_without_a_plan(monkeypatch):
-    monkeypatch.setattr(compat, "RECOMPILE_LIMIT", 9)
+    for module in (compat, compat.dynamo):
+        monkeypatch.setattr(module, "RECOMPILE_LIMIT", 9)
 
     class Changing(nn.Module):
         def __init__(self):
@@ -344,15 +345,15 @@ def test_parameters_that_come_after_a_step_count_and_old_ones_are_let_go():
     assert {id(p) for p in step.step.parameters} == {id(p) for p in module.parameters()}
     assert gone() is None
     existing = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-    assert step.step._gradient_bytes == existing
+    assert step.step._standing.gradient_bytes == existing
 
 
 def test_another_plan_of_a_graph_is_compiled_without_tracing_again(monkeypatch):
     traced, again = [], []
     compiled = compat.AotTrace.compiled
     monkeypatch.setattr(compat.AotTrace, "compiled", lambda *args: (again.append(1), compiled(*args))[1])
-    stage = compat.aot.aot_stage1_graph_capture
-    monkeypatch.setattr(compat.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
+    stage = compat.aot.aot.aot_stage1_graph_capture
+    monkeypatch.setattr(compat.aot.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
     module, _ = blocks(num_blocks=2, dropout=0.1)
     batches = [tuple(torch.randn(rows, 32) for _ in range(2)) for rows in (64, 48, 96, 128)]
     budget = int(0.8 * peak_of(module, lambda: run(module, batches[-1])))
