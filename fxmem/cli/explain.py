@@ -47,7 +47,7 @@ class Explanation:
     lines: tuple[Edit, ...] = ()
 
 
-@click.command()
+@click.command(short_help="Where is the peak, and what is lower?")
 @click.argument("what", metavar="MODEL|SCRIPT.py")
 @click.argument("arguments", nargs=-1)
 @click.option("--budget", help='what the lines to change name: bytes, "6GiB", a fraction (default: halfway down)')
