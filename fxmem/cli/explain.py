@@ -150,7 +150,7 @@ def _print(made: Explanation, what: str) -> None:
 
 
 def _of_module(row: dict[str, Any]) -> str:
-    return row["what"] + f" of {row['module']}" * bool(row["module"])
+    return f"{row['what']} of {row['module']}" if row["module"] else str(row["what"])
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
