@@ -26,6 +26,8 @@ from fxmem.ir.program import Op, Program, Region
 from fxmem.passes.fakes import fake_result
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
 
+_OF_PARTS = ("part", "parts")
+
 Handler = Callable[["Emitter", Any], None]
 A = TypeVar("A")
 _HANDLERS: dict[type, Handler] = {}
@@ -46,6 +48,12 @@ def region_of(node: fx.Node) -> Region | None:
     """Region an emitted node runs in; None for a graph that was not emitted."""
     region: Region | None = notes(node).get("region")
     return region
+
+
+def part_of(node: fx.Node) -> tuple[int, int] | None:
+    """(which part, of how many) of a region that was split; None for what runs whole."""
+    note = node.meta.get(META, {})
+    return (note["part"], note["parts"]) if "part" in note else None
 
 
 def emit(
@@ -250,7 +258,8 @@ class Emitter:
         self._named.add(source.name)
         if source.name in self.joint.sources:
             self._lines[node] = self.joint.sources[source.name]
-        note = {"region": self.region} | ({again: source.name} if again else {})
+        kept = {key: value for key, value in source.meta.get(META, {}).items() if key in _OF_PARTS}
+        note = kept | {"region": self.region} | ({again: source.name} if again else {})
         node.meta = {**source.meta, "partitioner_tag": f"is_{self.region}", META: note}
         return node
 

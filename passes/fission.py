@@ -20,7 +20,6 @@ from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
-from fxmem.capture.joint import FUSED
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
@@ -92,6 +91,9 @@ class _Writer:
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
+        for node in captured:
+            if node in self.region.scaled:  # before backward makes gradients of its own, that would stand beside both
+                self._read(node)
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
         return self.nodes.finish((*results, *gradients))
@@ -131,7 +133,7 @@ class _Writer:
     def _one(self, tangent: fx.Node) -> fx.Node:
         value = tangent.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
-        return self.nodes.call(aten.ones.default, ([],), f"{tangent.name}_one", tangent, options)
+        return self.nodes.call(aten.full.default, ([], 1), f"{tangent.name}_one", tangent, options)
 
     # parts
 
@@ -179,11 +181,10 @@ class _Writer:
     def _call(
         self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, part: int, kwargs: Any = None
     ) -> fx.Node:
-        note = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
-        node = self.nodes.call(target, args, name, source, kwargs, **note)
+        note: dict[str, Any] = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
         if self.region.tangent is not None:
-            node.meta[FUSED] = "forward" if source in self._captured_forward else "backward"
-        return node
+            note["fused"] = "forward" if source in self._captured_forward else "backward"
+        return self.nodes.call(target, args, name, source, kwargs, **note)
 
     # sums and what is put together
 

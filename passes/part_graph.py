@@ -12,7 +12,7 @@ from torch import fx
 from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.capture.notes import META, notes
-from fxmem.passes.fakes import fake_result
+from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -32,7 +32,7 @@ class PartGraph:
         self._forward: set[fx.Node] = set()
         self._lines: dict[fx.Node, str] = {}
         self._captured: set[fx.Node] = set()
-        self._mode = compat.fake_mode_of(joint.nodes)
+        self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
 
     def walk(self) -> Iterator[fx.Node]:
         """The captured nodes one after the other, `region` being that of each."""
@@ -118,7 +118,7 @@ class PartGraph:
             self._lines[node] = self.joint.sources[source.name]
 
     def _run(self, node: fx.Node) -> Any:
-        return fake_result(node.target, node, self._mode)
+        return self._fakes.of(node)
 
 
 def shares_storage(node: fx.Node) -> bool:

@@ -37,6 +37,7 @@ def replace_backward(node: Any, instead: InsteadOfBackward) -> None:
     compiled = kind.fxmem_compiled_backward = kind.backward
     is_boxed = getattr(kind, "boxed_grads_call", False)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         def run(of_outputs: list[Any]) -> Any:
             return compiled(ctx, of_outputs) if is_boxed else compiled(ctx, *of_outputs)

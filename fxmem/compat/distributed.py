@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ def default_store() -> Any:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.distributed_c10d._get_default_store()
+
+
+def has_reducer() -> bool:
+    """Is any module of this process wrapped by DistributedDataParallel?"""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return default_store() is not None and any(issubclass(type(x), kind) for x in gc.get_objects())
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
+import re
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame
+from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.nn.modules import container
 
 CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile itself can keep one call's compiled entries apart from others'."""
@@ -46,14 +51,17 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
 RECOMPILE_LIMIT = 32
 """Versions of one frame that may be compiled before it is an error."""
 
+_CAN_TRACE_GRADIENTS = hasattr(dynamo_exc, "AutogradGradRestartAnalysis")
 
 _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
 def _settings_for_one_graph() -> dict[str, Any]:
-    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out)."""
+    """Dynamo's settings under which RNN layers don't break the graph, nor calls of loggers and warnings (left out),
+    nor gradients that forward itself asks for, if this torch can break there after all."""
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | {
+    gradients = {"trace_autograd_ops": True} if _CAN_TRACE_GRADIENTS else {}
+    return {"allow_rnn": True, name: getattr(dynamo_config, name) | _logging_functions()} | gradients | {
         "allow_unspec_int_on_nn_module": True,  # a counter that a model keeps is no reason to compile again
         "fail_on_recompile_limit_hit": True,  # otherwise the frame runs without a plan from then on
         "recompile_limit": max(dynamo_config.recompile_limit, RECOMPILE_LIMIT),
@@ -125,15 +133,49 @@ def torch_compile_call() -> tuple[Any, Callable[..., Any] | None]:
 
     (None, None) if another caller than torch.compile calls the backend.
     """
+    call, running = _running_call()
+    return call, running.get("fn")
+
+
+def hold_settings() -> None:
+    """Within a backend: from its next call on, what torch.compile returned runs under the settings of `isolated_compile`.
+
+    Under Dynamo's own a frame runs without a plan, and without a word, after eight versions of it.
+    """
+    context = _running_call()[1].get("self")
+    if isinstance(context, eval_frame.OptimizeContext):
+        context.enter_exit_hooks.append(dynamo_config._make_closure_patcher(**_settings_for_one_graph()))
+
+
+def _running_call() -> tuple[Any, Mapping[str, Any]]:
+    """The object that stands for the call of torch.compile, and the variables of the frame that runs its result."""
     frame, call = inspect.currentframe(), None
     while frame is not None:
         values = frame.f_locals
         if isinstance(values.get("self"), torch._TorchCompileWrapper):
             call = values["self"]
         if call is not None and frame.f_code.co_filename == eval_frame.__file__ and callable(values.get("fn")):
-            return call, values["fn"]
+            return call, values
         frame = frame.f_back
-    return call, None
+    return call, {}
+
+
+def is_inner_frame() -> bool:
+    """Within a backend: was the function whose graph it is called by a model's code that Dynamo left as it is?"""
+    frame, callers = inspect.currentframe(), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == convert_frame.__file__:
+            callers = []
+        elif callers is not None and file == eval_frame.__file__ and callable(frame.f_locals.get("fn")):
+            return any(not caller.startswith(_TORCH) or caller == container.__file__ for caller in callers)
+        elif callers is not None:
+            callers.append(file)
+        frame = frame.f_back
+    return False
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def torch_compile_call_of(compiled: Any) -> Any:
@@ -156,6 +198,16 @@ def past_dynamo(error: Exception) -> Exception:
     return same.with_traceback(error.__traceback__)
 
 
+def break_at_gradients(module: fx.GraphModule) -> None:
+    """Within a backend: have Dynamo start over and break where `module` asks for gradients, if it does."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    if not any(graph.find_nodes(op="call_function", target=torch.autograd.grad) for graph in graphs):
+        return
+    InstructionTranslator.current_tx().speculation_log.graph_break_on_autograd_grad = True
+    restart = dynamo_exc.AutogradGradRestartAnalysis(restart_reason="a backward in the graph, and none behind it")
+    raise past_dynamo(restart)
+
+
 def innermost_user_frame(error: BaseException) -> str | None:
     """'file:line: code' of the user's line that Dynamo was tracing when it failed, if it knows."""
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
@@ -173,6 +225,16 @@ def graph_break(module: fx.GraphModule) -> str | None:
     stack = reason.user_stack
     where = f" at {stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else ""
     return f"{str(reason.reason).splitlines()[0]}{where}"
+
+
+def resumed_at(module: fx.GraphModule) -> str | None:
+    """The line at which Dynamo went on after a break, of a graph that is not the first of its function."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    frames = [(_RESUMED.fullmatch(frame.name), frame) for frame in (reason.user_stack if reason else ())]
+    return next((f"{frame.filename}:{resumed['line']}" for resumed, frame in frames if resumed), None)
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)")
 
 
 def placeholder_source(node: fx.Node) -> str:

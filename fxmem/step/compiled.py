@@ -34,15 +34,14 @@ from fxmem.report.text import line
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.fission import cheapest
-from fxmem.step.graph import Graph, Variant, storages_of
+from fxmem.step.graph import Graph, Variant, code_beside, storages_of
 from fxmem.step.held_tensors import reachable_tensors
 from fxmem.step.joined import Segment
 from fxmem.step.kinds import Kinds
 from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
 from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
-from fxmem.step.parallel import why_no_graph
-from fxmem.step.resident import gradient_bytes
+from fxmem.step.parallel import parallel_bytes, why_no_graph
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
 
@@ -84,7 +83,8 @@ class Step:
         self._arguments: tuple[Any, ...] | None = None
         self._standing = Standing(function, settings.optimizer)
         self._num_calls = itertools.count()
-        self._num_runs = 0
+        self._num_runs = self._num_finished = 0
+        self._with_numbers: Callable[..., Any] | None = None
         self.sampling = Sampling()
 
     # what a user reads
@@ -166,7 +166,23 @@ class Step:
         return run
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
+        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is.
+
+        A graph that can't do without splitting is captured anew with numbers for sizes where Dynamo had made symbols
+        of those that were seen to change: from then on every size has a graph of its own.
+        """
+        before = self._num_finished
+        try:
+            return self._call(self._with_numbers or compiled, args, kwargs)
+        except BudgetInfeasible as error:
+            can_change = error.is_unsplit and self.settings.dynamic is None and self.settings.capture == "dynamo"
+            if not can_change or self._with_numbers is not None or self._num_finished != before:
+                raise
+        _LOGGER.info("the step has to be split to fit: from now on it is compiled for each size of its inputs")
+        self._with_numbers = compat.isolated_compile(self.function, self.backend, dynamic=False)
+        return self._call(self._with_numbers, args, kwargs)
+
+    def _call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._arguments, before = (args, kwargs), self._num_runs
         try:
             if torch.is_grad_enabled():
@@ -201,7 +217,9 @@ class Step:
         arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
         variant = known.variants[len(episode.plans)] if known else self._suitable(graph, values, arguments)
-        return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        self._num_finished += 1
+        return result
 
     def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
@@ -238,9 +256,12 @@ class Step:
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
         is_whole = not more or self._arguments is None
-        tensors = reachable_tensors((self.function, self.settings.optimizer, self._arguments, more))
-        episode.start_trace(tensors, device_of(tensors), is_whole)
-        episode.gradient_bytes = gradient_bytes(self.parameters)
+        is_own = self._standing.is_of_function(more)
+        function = self.function if is_own else None
+        tensors = reachable_tensors((function, self.settings.optimizer, self._arguments, more))
+        hidden_bytes = parallel_bytes(self.function) if is_own else 0
+        episode.start_trace(tensors, device_of(tensors), is_whole, hidden_bytes)
+        episode.gradient_bytes = self._standing.existing_gradient_bytes(more)
 
     def _noticed_end(self) -> None:
         """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""
@@ -306,7 +327,7 @@ class Step:
             return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
-        foreseen_bytes = limit if len(known.parts) > 1 else expected_bytes  # several were planned without each other
+        foreseen_bytes = limit if known.may_be_several else expected_bytes
         has_room = foreseen_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
         is_tried = known.is_improved or known.is_least
         if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
@@ -329,6 +350,8 @@ class Step:
         # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
+            if self.settings.inner == "inductor" and any(known.fissions):
+                known.refuse_parts()
         known.num_retries += 1
         self._num_retries += 1
         known.needs_plan = True
@@ -435,7 +458,7 @@ class Step:
         if limit is None:
             return graph.forms.plan(program, None)
         beside = self._beside_bytes(graph, program, arguments)
-        if graph.break_reason is not None:
+        if graph.may_be_followed:
             limit = "min"  # more graphs follow, and nobody knows yet what they need
         guess = 0 if limit == "min" else self._guess_bytes(graph, program)
         for more in dict.fromkeys((guess, 0)):
@@ -454,7 +477,8 @@ class Step:
         The step is over its budget, once: then it is known. Raises `error` where nothing else is in flight.
         """
         if not error.actions or self._episode is None or not self._episode.open_calls:
-            raise error
+            beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
+            raise error.of(error.asked, error.graph, beside) from error
         _LOGGER.warning(
             "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
             "where that can't be, take a first step on a small batch"
@@ -476,7 +500,7 @@ class Step:
     def _beside_bytes(self, graph: Graph, program: Program, arguments: Sequence[tuple[int, int]]) -> int:
         """Bytes that stand beside `program` as it runs now."""
         in_use = {address for address, _ in arguments}
-        is_first = graph.break_reason is not None
+        is_first = graph.may_be_followed
         return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, self._episode)
 
 

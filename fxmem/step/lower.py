@@ -19,6 +19,7 @@ from fxmem import compat
 from fxmem.capture import JointGraph, Partition, make_backend
 from fxmem.capture.joint import from_aot, require_tensors
 from fxmem.errors import VerifyError
+from fxmem.passes.emit import part_of
 
 Inner = Literal["eager", "inductor"]
 
@@ -177,6 +178,6 @@ def _inductor_backend(partition: Partition, key: str) -> Callable[[fx.GraphModul
             require_tensors(captured)
             return partition(captured)
 
-        return compat.compile_with_inductor(module, example_inputs, partition_fn, key)
+        return compat.compile_with_inductor(module, example_inputs, partition_fn, key, part_of)
 
     return compile_with_inductor

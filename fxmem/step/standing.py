@@ -37,9 +37,20 @@ class Standing:
     def device(self) -> torch.device:
         return next((p.device for p in self.parameters if p.device.type == "cuda"), torch.device("cpu"))
 
+    def is_of_function(self, args: Sequence[Any]) -> bool:
+        """Is a graph that is called with `args` the function's own call? Dynamo shares compiled code between models of
+        one class that torch.compile was given with equal options."""
+        taken = {id(x) for x in args if isinstance(x, nn.Parameter)}
+        return not taken or not taken.isdisjoint(map(id, self.parameters))
+
+    def existing_gradient_bytes(self, args: Sequence[Any]) -> int:
+        """Bytes of the gradients that count in a call with `args`."""
+        own = self.parameters if self.is_of_function(args) else []
+        return gradient_bytes([*own, *(x for x in args if isinstance(x, nn.Parameter))])
+
     def new_gradient_bytes(self, args: Sequence[Any]) -> int:
         """By how much the gradients, of parameters among `args` too, exceed the most that was seen before."""
-        existing = gradient_bytes([*self.parameters, *(x for x in args if isinstance(x, nn.Parameter))])
+        existing = self.existing_gradient_bytes(args)
         more = max(0, existing - self.gradient_bytes)
         self.gradient_bytes += more
         return more
