@@ -26,21 +26,35 @@ from fxmem.budget import Budget
 from fxmem.testing import zoo
 
 MODELS = ("gpt2", "llama_32000", "bert", "unet", "vit")
+"""Measured by default; `llama_8b` and `llama_8b_bf16`, a real model's shape on meta tensors, are planned only."""
+_LLAMA_8B = {"llama_8b": torch.float32, "llama_8b_bf16": torch.bfloat16}
 BUDGETS = ("min", "0.5", "0.4", "0.35", "0.3", "0.25")
 _NUM_PAIRS = 5
 
 
 def build(name: str, size: zoo.Size) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A model of the zoo; `llama_32000` has four layers and a real vocabulary."""
-    if name != "llama_32000":
-        return zoo.build(name, size)
+    """A model of the zoo; `llama_32000`: four layers, a real vocabulary; `llama_8b`: Llama 3's, on meta tensors."""
+    torch.manual_seed(0)
+    if name == "llama_32000":
+        vocab, batch, length = (32000, 4, 256) if size == "small" else (32000, 2, 16)
+        return _llama(vocab, batch, length, 4, hidden=256, mlp=768, heads=4, kv_heads=2)
+    if name in _LLAMA_8B:
+        with torch.device("meta"):
+            layers = 32 if size == "small" else 2
+            module, args = _llama(128256, 1, 8192, layers, hidden=4096, mlp=14336, heads=32, kv_heads=8)
+            return module.to(_LLAMA_8B[name]), args
+    return zoo.build(name, size)
+
+
+def _llama(
+    vocab: int, batch: int, length: int, layers: int, *, hidden: int, mlp: int, heads: int, kv_heads: int
+) -> tuple[nn.Module, tuple[Any, ...]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    vocab, batch, length = (32000, 4, 256) if size == "small" else (32000, 2, 16)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=length, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=length, bos_token_id=0,
+        eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return zoo.LanguageModelLoss(LlamaForCausalLM(config)), (torch.randint(vocab, (batch, length)),)
 

@@ -11,9 +11,9 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.notes import notes
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import VerifyError
-from fxmem.passes.emit import META
 
 aten = torch.ops.aten
 _ADDS = frozenset({aten.add_.Tensor, aten.addmm_.default, aten.baddbmm_.default})
@@ -24,7 +24,7 @@ _UNINITIALIZED = aten.empty_strided.default
 def verify_accumulators(joint: JointGraph) -> None:
     """Who is written part by part is made in this graph, once; is read by nobody before its last part; and gets all.
 
-    Concerns writes that say which op's part they are (`META`). Raises VerifyError naming the node at fault.
+    Concerns writes that say which op's part they are (`notes`). Raises VerifyError naming the node at fault.
     """
     nodes = _Nodes(joint)
     inputs = _input_storages(joint)
@@ -63,7 +63,7 @@ class _Nodes:
 
 def _verify(nodes: _Nodes, key: int, writes: Sequence[fx.Node]) -> None:
     owner = nodes.owner[key]
-    again = next((n for n in (owner, *writes) if "recompute_of" in n.meta.get(META, {})), None)
+    again = next((n for n in (owner, *writes) if "recompute_of" in notes(n)), None)
     if again is not None:
         raise VerifyError(f"{again.name} runs again, and parts are written into {owner.name}")
     for node in nodes.readers[key]:
@@ -99,7 +99,7 @@ def _verify_filled(owner: fx.Node, writes: Sequence[fx.Node]) -> None:
 
 
 def _is_part(node: fx.Node) -> bool:
-    return "part_of" in node.meta.get(META, {})
+    return "part_of" in notes(node)
 
 
 def _input_storages(joint: JointGraph) -> set[int]:

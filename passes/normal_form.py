@@ -26,6 +26,7 @@ from fxmem.passes.base import GraphPass
 from fxmem.passes.part_graph import PartGraph
 
 aten = torch.ops.aten
+_DERIVED = frozenset({operator.getitem, aten.view.default, aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,14 @@ class Rewriter:
 
     def finish(self) -> JointGraph:
         results = self.new(self.joint.outputs)
-        self._drop_unread_items(set(results))
+        self._drop_unread(set(results))
         return self.nodes.finish(results)
 
-    def _drop_unread_items(self, results: Collection[Any]) -> None:
-        """Nobody reads the total weight of a sum any more."""
-        for old, new in self.values.items():
-            is_read = not old.users or new.users or new in results
-            if new.target is operator.getitem and not is_read:
+    def _drop_unread(self, results: Collection[Any]) -> None:
+        """Picks and views that were read, and are read no more: the total weight of a sum, a view of a view."""
+        sources = {new: old for old, new in reversed(self.values.items())}
+        for new, old in sources.items():
+            if new.target in _DERIVED and old.users and not new.users and new not in results:
                 self.nodes.graph.erase_node(new)
 
 

@@ -11,8 +11,8 @@ from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
-from fxmem.passes.emit import META
-from fxmem.passes.fakes import fake_result
+from fxmem.capture.notes import META, notes
+from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -32,7 +32,7 @@ class PartGraph:
         self._forward: set[fx.Node] = set()
         self._lines: dict[fx.Node, str] = {}
         self._captured: set[fx.Node] = set()
-        self._mode = compat.fake_mode_of(joint.nodes)
+        self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
 
     def walk(self) -> Iterator[fx.Node]:
         """The captured nodes one after the other, `region` being that of each."""
@@ -72,7 +72,7 @@ class PartGraph:
         Without a `name` it gets one made of its op's.
         """
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
-        node.meta = {**source.meta, META: {**source.meta.get(META, {}), **note}}
+        node.meta = {**source.meta, META: {**notes(source), **note}}
         self._note(node, source)
         try:
             node.meta["val"] = self._run(node)
@@ -85,7 +85,7 @@ class PartGraph:
     def finish(self, results: Any) -> JointGraph:
         self.graph.output(results).meta = dict(self.joint.graph_module.graph.output_node().meta)
         self.graph.lint()
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         nodes = self.graph.nodes
         return replace(
@@ -118,7 +118,7 @@ class PartGraph:
             self._lines[node] = self.joint.sources[source.name]
 
     def _run(self, node: fx.Node) -> Any:
-        return fake_result(node.target, node, self._mode)
+        return self._fakes.of(node)
 
 
 def shares_storage(node: fx.Node) -> bool:

@@ -79,3 +79,20 @@ def test_aot_export_describes_inputs_and_records_sources() -> None:
     descriptions = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
     assert [d.target for d in descriptions if isinstance(d, compat.ParamAOTInput)] == ["0.weight", "0.bias"]
     assert any(isinstance(d, compat.TangentAOTInput) for d in descriptions)
+
+
+def test_code_of_a_module_of_a_graph_is_generated_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: list[torch.fx.Graph] = []
+    original = torch.fx.Graph.python_code
+
+    def python_code(graph: torch.fx.Graph, *args: object, **options: object) -> object:
+        generated.append(graph)
+        return original(graph, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.fx.Graph, "python_code", python_code)
+    graph = torch.fx.symbolic_trace(nn.ReLU()).graph
+    generated.clear()
+    module = compat.module_of_graph(nn.Module(), graph)
+    assert generated == []
+    assert module(torch.tensor(-1.0)).item() == 0
+    assert len(generated) == 1

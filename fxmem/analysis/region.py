@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.analysis.per_node import per_node
 from fxmem.analysis.split_rules import Output, Way
 from fxmem.capture import JointGraph
 from fxmem.ir.program import Fission
@@ -106,6 +107,7 @@ def tensors_made(op: fx.Node) -> Iterator[tuple[fx.Node, int]]:
         yield from ((u, u.args[1]) for u in op.users if is_getitem(u) and is_tensor(u))  # type: ignore[misc]
 
 
+@per_node
 def base_of(value: fx.Node) -> fx.Node | None:
     """The argument that a view shares its storage with; None for what owns its bytes."""
     key = compat.storage_key(value.meta["val"])

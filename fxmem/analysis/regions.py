@@ -101,11 +101,11 @@ def _small_barrier(border: Border) -> list[fx.Node]:
     The number of labels that count, say: every part's gradient needs it, and it needs all labels.
     """
     growth = border.growth
-    limit = part_bytes(growth)
-    for tensor in border.whole:
+    limit, inside = part_bytes(growth), growth.members.keys() | growth.made.keys()
+    for tensor in sorted(border.whole, key=growth.index.__getitem__):
         if _is_waited_for(border, tensor):
             op = maker(tensor)
-            cone = [op, *ancestors_among([op], growth.members.keys() | growth.made.keys())]
+            cone = [op, *ancestors_among([op], inside)]
             if sum(nbytes(n) for n in cone if is_tensor(n) and base_of(n) is None) < limit:
                 return [n for n in cone if n in growth.members]
     return []
@@ -120,12 +120,15 @@ def part_bytes(growth: Growth) -> float:
 def _is_waited_for(border: Border, tensor: fx.Node) -> bool:
     """Does a member of the same phase depend on all of `tensor`?"""
     level, is_early = border.levels[maker(tensor)], border.runs_early(maker(tensor))
-    below = {tensor}
-    for node in border.growth.nodes[border.growth.index[tensor] :]:
-        if any(n in below for n in node.all_input_nodes):
+    below, todo = {tensor}, [tensor]
+    while todo:
+        for node in todo.pop().users:
+            if node in below:
+                continue
             if border.levels.get(node, -1) > level and border.runs_early(node) == is_early:
                 return True
             below.add(node)
+            todo.append(node)
     return False
 
 
@@ -183,7 +186,7 @@ def _fused(joint: JointGraph, region: Region, border: Border) -> Region:
     early |= {u for n in nodes if n in early and not is_tensor(n) for u in n.users if is_getitem(u)}
     degree = degrees(nodes, tangent)
     fault = _not_proportional(joint, [*early, *members, *(t for m in members for t, _ in tensors_made(m))], degree)
-    fault = fault or _too_large(joint, border, early, degree)
+    fault = fault or _too_large(joint, border, early, degree) or _effectful(joint, early)
     if fault:
         return region.refuse(fault)
     made_early = early | region.members.keys() | region.dims.keys()
@@ -221,6 +224,13 @@ def _not_proportional(joint: JointGraph, nodes: Iterable[fx.Node], degree: dict[
         if degree[node] == 1 and is_tensor(node) and node.meta["val"].dtype is torch.float16:
             return f"{described(joint, node)} is in float16, where gradients are scaled against underflow"
     return ""
+
+
+def _effectful(joint: JointGraph, early: Iterable[fx.Node]) -> str:
+    """Backward may run twice, or after another forward: what it draws, sends or writes has to stay where it is."""
+    found = (n for n in early if is_random(n) or is_collective(n) or written_args(n))
+    node = min(found, key=lambda n: n.name, default=None)
+    return "" if node is None else f"its gradient needs {described(joint, node)}, which has effects, in backward"
 
 
 def _too_large(joint: JointGraph, border: Border, early: Iterable[fx.Node], degree: dict[fx.Node, int | None]) -> str:

@@ -15,6 +15,8 @@ from fxmem.analysis.devices import DeviceSpec
 
 _READS_FEW_ROWS = frozenset({"embedding", "gather", "index", "index_select"})  # of their first tensor argument
 _ATTENTION = "_scaled_dot_product_flash_attention"  # its formula takes the leading arguments that all variants share
+_FLOPS: dict[str, int] = {}  # of calls, by key: parts of a split op are alike
+_MOST_KNOWN = 1 << 16
 
 
 def estimate_s(call: Call, spec: DeviceSpec) -> float:
@@ -34,6 +36,14 @@ def moved_bytes(call: Call) -> int:
 
 def flops(call: Call) -> int:
     """Multiplications and additions as torch's FLOP counter has them; 0 for what it does not count."""
+    if call.key not in _FLOPS:
+        if len(_FLOPS) == _MOST_KNOWN:
+            _FLOPS.clear()
+        _FLOPS[call.key] = _flops(call)
+    return _FLOPS[call.key]
+
+
+def _flops(call: Call) -> int:
     formula = _formula(call)
     if formula is None:
         return 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxmem import compat
+from fxmem.analysis.per_node import per_node
 from fxmem.analysis.split_families import (
     contractions,
     elementwise,
@@ -52,6 +53,7 @@ def rule_of(target: Any) -> Rule | None:
     return broadcasting if rule is None and elementwise.is_pointwise(target) else rule
 
 
+@per_node
 def ways(node: fx.Node) -> tuple[Way, ...]:
     """Every way there is to run `node` part by part; none where it is a boundary.
 

@@ -65,13 +65,16 @@ from fxmem.compat.dynamo import seen_as_compiling as seen_as_compiling
 from fxmem.compat.dynamo import torch_compile_call as torch_compile_call
 from fxmem.compat.dynamo import torch_compile_call_of as torch_compile_call_of
 from fxmem.compat.dynamo import with_symbolic_batch as with_symbolic_batch
+from fxmem.compat.fake_tensors import fake_empty as fake_empty
 from fxmem.compat.fake_tensors import fake_in_current_mode as fake_in_current_mode
 from fxmem.compat.fake_tensors import fake_mode_of as fake_mode_of
+from fxmem.compat.fake_tensors import fake_view as fake_view
 from fxmem.compat.fake_tensors import fakes_of as fakes_of
 from fxmem.compat.fake_tensors import no_modes as no_modes
 from fxmem.compat.graphs import BoxedCodeGen as BoxedCodeGen
 from fxmem.compat.graphs import flatten as flatten
 from fxmem.compat.graphs import flatten_with_spec as flatten_with_spec
+from fxmem.compat.graphs import module_of_graph as module_of_graph
 from fxmem.compat.graphs import recompiled as recompiled
 from fxmem.compat.graphs import storage_keys as storage_keys
 from fxmem.compat.graphs import tensors_of as tensors_of

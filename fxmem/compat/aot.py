@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from fxmem.compat.fake_tensors import fake_mode_of
+from fxmem.compat.graphs import module_of_graph
 
 
 def aot_export_joint(
@@ -197,6 +198,6 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
     value, output = found
     graph.output(value).meta = copy.copy(output.meta)
-    made = fx.GraphModule(module, graph)
+    made = module_of_graph(module, graph)
     made.meta = dict(module.meta)
     return made

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import _DisableTorchDispatch
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,6 +39,21 @@ def fake_in_current_mode(value: Any) -> Any:
     context = tracing.tensor_to_context.get(value) if tracing is not None else None
     source = context.tensor_source if context is not None and hasattr(context, "tensor_source") else None
     return mode.from_tensor(value, symbolic_context=context, source=source)
+
+
+def fake_empty(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor with a storage of its own, made without running an op on fake tensors."""
+    with _DisableTorchDispatch():
+        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+
+
+def fake_view(base: FakeTensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A fake tensor over the storage of `base`, made without running an op on fake tensors."""
+    with _DisableTorchDispatch():
+        empty = torch.empty(0, dtype=base.dtype, device="meta")
+        return FakeTensor(base.fake_mode, empty.set_(base.untyped_storage(), offset, shape, strides), base.device)
 
 
 def fakes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,11 @@ from fxmem.compat.tensors import storage_key
 BoxedCodeGen = _BoxedCodeGen
 
 
+def module_of_graph(root: torch.nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> fx.GraphModule:
+    """A GraphModule whose code is generated when it is first asked for: of most graphs nobody runs or prints it."""
+    return _LazyGraphModule(root, graph, class_name=class_name)
+
+
 def recompiled(module: fx.GraphModule) -> Callable[..., Any]:
     """The module's generated forward, now and not at its first call, which would keep the call's arguments alive."""
     module.recompile()
@@ -26,7 +31,10 @@ def recompiled(module: fx.GraphModule) -> Callable[..., Any]:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors among the fake values of `node`."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    found = node.meta.get("val")
+    if isinstance(found, torch.Tensor):  # nearly always: flattening takes ten times as long
+        return [found]
+    return [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
 
 
 def storage_keys(node: fx.Node) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import fx
@@ -43,17 +43,39 @@ def _is_transfer(node: fx.Node, name: str = "") -> bool:
     return isinstance(node.target, OpOverload) and node.target.name().startswith(f"fxmem::{name}")
 
 
+def _fused_apart(part_of: Callable[[fx.Node], Hashable]) -> Any:
+    """Inductor's choices, but no kernel does the work of several parts: these would all have to be there at once."""
+    from torch._inductor.virtualized import V
+
+    def parts(node: Any) -> set[Hashable]:
+        buffers = [n.node for n in node.get_nodes() if n.node is not None]
+        return {part_of(origin) for buffer in buffers for origin in buffer.get_origins()} - {None}
+
+    class Choices(type(V.choices)):  # type: ignore[misc]
+        def can_fuse(self, scheduler: Any, one: Any, other: Any, score: Any) -> bool:
+            return len(parts(one) | parts(other)) <= 1 and bool(super().can_fuse(scheduler, one, other, score))
+
+    return V.set_choices_handler(Choices())
+
+
 def compile_with_inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn, key: str
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: PartitionFn,
+    key: str,
+    part_of: Callable[[fx.Node], Hashable],
 ) -> Callable[..., Any]:
-    """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches."""
+    """Inductor with `partition` in place of its own partitioner; `key` is part of the key of its caches.
+
+    `part_of`: the part that a node of a half belongs to (None: no part); nodes of several parts are not fused.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_half(half: fx.GraphModule, *args: Any, **options: Any) -> Any:
         """What moves has the strides that the plan saw: no channels-last convolutions, no padded rows beside it."""
         moves = any(_is_transfer(node) for node in half.graph.nodes)
-        with config.patch(_PLANNED_LAYOUTS) if moves else contextlib.nullcontext():
+        with config.patch(_PLANNED_LAYOUTS) if moves else contextlib.nullcontext(), _fused_apart(part_of):
             return compile_fx_inner(half, *args, **options)
 
     patches = {

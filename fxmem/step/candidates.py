@@ -8,19 +8,22 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxmem.analysis.region import Region, nbytes
+from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
 from fxmem.analysis.regions import grow
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.base import run_passes
+from fxmem.passes.direct_views import DirectViews
 from fxmem.passes.fission import SplitRegions
+from fxmem.passes.ignored_rows import IgnoredRows
 from fxmem.passes.normal_form import LossNormalForm
 
 LEAST_BYTES = 2**20
 """Smaller values are not split: where they are the largest, memory is not what a step lacks."""
 _MOST_PARTS = 16
 _FEW_PARTS = 4
+_NORMAL_FORM = (IgnoredRows(), DirectViews(), LossNormalForm())
 _SHARE = 3  # values below this part of the seed are not drawn into a region around it
 
 
@@ -28,12 +31,12 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
     """`joint` with those regions in parts. Raises VerifyError, PlanMismatch where that can't be."""
     if not fissions:
         return joint
-    return run_passes(joint, [LossNormalForm(), SplitRegions(fissions)]).joint
+    return run_passes(joint, [*_NORMAL_FORM, SplitRegions(fissions)]).joint
 
 
 def _normal_form(joint: JointGraph) -> JointGraph:
     """The graph whose nodes seeds are indices of."""
-    return run_passes(joint, [LossNormalForm()]).joint
+    return run_passes(joint, _NORMAL_FORM).joint
 
 
 class Candidates:
@@ -54,7 +57,7 @@ class Candidates:
         self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
 
     def _regions(self) -> Iterator[Region]:
-        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if node.op == "call_function"]
+        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if _owns_bytes(node)]
         size, at = max(sizes, default=(0, 0))
         if size >= LEAST_BYTES:
             for least_bytes in (size // _SHARE, 0):
@@ -96,6 +99,11 @@ class Candidates:
         if region.refused not in self.refusals:
             self.refusals.append(region.refused)
         return None
+
+
+def _owns_bytes(node: fx.Node) -> bool:
+    """Does an op make the tensor, and not as a view: expanded, that may seem large and take no memory?"""
+    return node.op == "call_function" and is_tensor(node) and base_of(node) is None
 
 
 def described(joint: JointGraph, fissions: tuple[Fission, ...]) -> list[str]:

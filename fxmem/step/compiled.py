@@ -83,7 +83,8 @@ class Step:
         self._arguments: tuple[Any, ...] | None = None
         self._standing = Standing(function, settings.optimizer)
         self._num_calls = itertools.count()
-        self._num_runs = 0
+        self._num_runs = self._num_finished = 0
+        self._with_numbers: Callable[..., Any] | None = None
         self.sampling = Sampling()
 
     # what a user reads
@@ -165,7 +166,23 @@ class Step:
         return run
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
+        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is.
+
+        A graph that can't do without splitting is captured anew with numbers for sizes where Dynamo had made symbols
+        of those that were seen to change: from then on every size has a graph of its own.
+        """
+        before = self._num_finished
+        try:
+            return self._call(self._with_numbers or compiled, args, kwargs)
+        except BudgetInfeasible as error:
+            can_change = error.is_unsplit and self.settings.dynamic is None and self.settings.capture == "dynamo"
+            if not can_change or self._with_numbers is not None or self._num_finished != before:
+                raise
+        _LOGGER.info("the step has to be split to fit: from now on it is compiled for each size of its inputs")
+        self._with_numbers = compat.isolated_compile(self.function, self.backend, dynamic=False)
+        return self._call(self._with_numbers, args, kwargs)
+
+    def _call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._arguments, before = (args, kwargs), self._num_runs
         try:
             if torch.is_grad_enabled():
@@ -200,7 +217,9 @@ class Step:
         arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
         variant = known.variants[len(episode.plans)] if known else self._suitable(graph, values, arguments)
-        return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        self._num_finished += 1
+        return result
 
     def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
@@ -331,6 +350,8 @@ class Step:
         # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
+            if self.settings.inner == "inductor" and any(known.fissions):
+                known.refuse_parts()
         known.num_retries += 1
         self._num_retries += 1
         known.needs_plan = True

@@ -88,6 +88,11 @@ class Known:
             for fissions in split.others
         ]
 
+    def refuse_parts(self) -> None:
+        """See `Forms.refuse_parts`, of every graph."""
+        for forms in self.forms:
+            forms.refuse_parts()
+
     def joined(self, fissions: StepFissions | None = None) -> Joined:
         """The step as one program, with what was measured beside it and the margin of its retries."""
         beside = replace(self.beside, throughout=self.beside.throughout + self.margin_bytes)
