@@ -211,8 +211,8 @@ def gradient_penalty(compile_: Compile) -> Steps:
 
 
 @loop()
-def gradient_penalty(compile_: Compile) -> Steps:
-    """A critic whose slope is held to one, the gradient of its gradient in the loss (WGAN-GP), in one compiled function."""
+def penalty_inside(compile_: Compile) -> Steps:
+    """The same, all of the loss in one compiled function."""
     critic = MLP(num_out=1)
 
     def penalised(real: Tensor, fake: Tensor, mixed: Tensor) -> Tensor:
@@ -225,23 +225,4 @@ def gradient_penalty(compile_: Compile) -> Steps:
     for _ in range(4):
         real, fake = pair(128)
         yield partial(train, loss, real, fake, real.lerp(fake, torch.rand(128, 1)))
-        update(optimizer)
-
-
-@loop(share=0.9)
-def gradient_penalty_outside(compile_: Compile) -> Steps:
-    """The same around a compiled critic: what is under `create_graph` runs by no plan."""
-    critic = compile_(MLP(num_out=1))
-
-    def step(critic: Any, real: Tensor, fake: Tensor, mixed: Tensor) -> Tensor:
-        mixed = mixed.requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer = sgd(critic)
-    for _ in range(4):
-        real, fake = pair(128)
-        yield partial(step, critic, real, fake, real.lerp(fake, torch.rand(128, 1)))
         update(optimizer)

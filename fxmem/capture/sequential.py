@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint.checkpoint_sequential` as Dynamo can read it: it skips torch's own, with all that runs in it."""
+"""`checkpoint_sequential` as Dynamo can read it: torch's own it skips, with all that runs in it."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def torch_compile_call() -> tuple[Any, Callable[..., Any] | None]:
 
 
 def hold_settings() -> None:
-    """Within a backend: from its next call on, what torch.compile returned runs under the settings of `isolated_compile`.
+    """Within a backend: what torch.compile returned runs under `isolated_compile`'s settings from its next call on.
 
     Under Dynamo's own a frame runs without a plan, and without a word, after eight versions of it.
     """
