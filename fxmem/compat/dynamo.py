@@ -162,7 +162,8 @@ def _running_call() -> tuple[Any, Mapping[str, Any]]:
 
 def is_inner_frame() -> bool:
     """Within a backend: was the function whose graph it is called by a model's code that Dynamo left as it is?"""
-    frame, callers = inspect.currentframe(), None
+    callers: list[str] | None = None  # none yet, on the way out of Dynamo
+    frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if file == convert_frame.__file__:
