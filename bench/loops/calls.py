@@ -218,7 +218,8 @@ def penalty_inside(compile_: Compile) -> Steps:
     def penalised(real: Tensor, fake: Tensor, mixed: Tensor) -> Tensor:
         mixed = mixed.detach().requires_grad_()
         (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        return critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        return loss
 
     loss = compile_(penalised)
     optimizer = sgd(critic)
