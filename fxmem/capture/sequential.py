@@ -1,4 +1,4 @@
-"""`checkpoint_sequential` as Dynamo can read it: torch's own it skips, with all that runs in it."""
+"""`torch.utils.checkpoint.checkpoint_sequential` as Dynamo can read it: it skips torch's own and what runs in it."""
 
 from __future__ import annotations
 
