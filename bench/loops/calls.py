@@ -208,3 +208,22 @@ def gradient_penalty(compile_: Compile) -> Steps:
         return loss
 
     return plain(compile_(Critic()), (pair(256) for _ in range(4)), step)
+
+
+@loop()
+def penalty_inside(compile_: Compile) -> Steps:
+    """The same, all of the loss in one compiled function."""
+    critic = MLP(num_out=1)
+
+    def penalised(real: Tensor, fake: Tensor, mixed: Tensor) -> Tensor:
+        mixed = mixed.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        return loss
+
+    loss = compile_(penalised)
+    optimizer = sgd(critic)
+    for _ in range(4):
+        real, fake = pair(128)
+        yield partial(train, loss, real, fake, real.lerp(fake, torch.rand(128, 1)))
+        update(optimizer)

@@ -14,6 +14,7 @@ from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Fission, Op, Program
 from fxmem.options import Settings
 from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
+from fxmem.schedule import Action
 from fxmem.step.candidates import Candidates, described, split_graph
 from fxmem.step.fission import cheapest
 from fxmem.step.graph_plan import annotated_program, plan_form
@@ -39,6 +40,7 @@ class Forms:
         self._made: dict[Fissions, Form] = {(): Form(joint, annotated_program(joint, settings, may_run))}
         self._pinned: frozenset[int] = frozenset()
         self._fault: str | None = None
+        self._starts: dict[Fissions, tuple[Action, ...]] = {}
 
     @property
     def unsplit(self) -> Form:
@@ -51,6 +53,7 @@ class Forms:
     def pin(self, storages: Set[int]) -> None:
         """No op that reads one of these inputs may run again: the caller overwrites them before backward."""
         self._pinned |= storages
+        self._starts.clear()
         for fissions, form in self._made.items():
             self._made[fissions] = replace(form, program=read_once(form.program, self._pinned))
 
@@ -102,13 +105,19 @@ class Forms:
         return {NOT_SPLIT: refusals} if refusals else {}
 
     def plan(self, program: Program, budget: Budget) -> Plan:
-        """Plan the graph, `program` being the unsplit one with what stands beside it. Raises BudgetInfeasible."""
+        """Plan the graph, `program` being the unsplit one with what stands beside it, from the plan before this one.
+
+        Raises BudgetInfeasible.
+        """
 
         def program_of(fissions: Fissions) -> Program:
             return self.program(fissions, program)
 
         def solve(fissions: Fissions, share: float) -> Plan:
-            return plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share)
+            start = self._starts.get(fissions)
+            plan = plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share, start)
+            self._starts[fissions] = plan.actions
+            return plan
 
         try:
             fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)

@@ -22,7 +22,7 @@ from fxmem.planners import Options
 from fxmem.planners.plan import STAYS, Plan, make_plan
 from fxmem.planners.problem import reduce_program
 from fxmem.planners.stakes import default_limit_s
-from fxmem.schedule import Machine
+from fxmem.schedule import Action, Machine
 from fxmem.step.joined import Joined
 from fxmem.step.ranks import made_once
 
@@ -42,12 +42,18 @@ def annotated_program(joint: JointGraph, settings: Settings, may_run: bool) -> P
     return made_once(key, functools.partial(cost.find_costs, program, joint.graph_module)).apply(program)
 
 
-def plan_form(program: Program, joint: JointGraph, settings: Settings, budget: Budget, share: float = 1.0) -> Plan:
+Start = tuple[Action, ...] | None
+"""The actions of a plan of the same graph, for other sizes or another budget, from which the search begins."""
+
+
+def plan_form(
+    program: Program, joint: JointGraph, settings: Settings, budget: Budget, share: float = 1.0, start: Start = None
+) -> Plan:
     """Plan `program`, the graph `joint` with its costs and what stands beside it, with a `share` of the usual work.
 
     Raises BudgetInfeasible.
     """
-    options = planner_options(program, settings, share)
+    options = planner_options(program, settings, share, start)
     stays = why_not_offloadable(joint, program, min_bytes=1) if options.tiers else {}
     options = replace(options, pinned=frozenset(stays))
     plan = make_plan(program, budget, settings.planner, options)
@@ -55,7 +61,12 @@ def plan_form(program: Program, joint: JointGraph, settings: Settings, budget: B
 
 
 def plan_joined(
-    joined: Joined, joints: Sequence[JointGraph], settings: Settings, budget: Budget, share: float = 1.0
+    joined: Joined,
+    joints: Sequence[JointGraph],
+    settings: Settings,
+    budget: Budget,
+    share: float = 1.0,
+    start: Start = None,
 ) -> Plan:
     """Plan the graphs of a step together. Raises BudgetInfeasible.
 
@@ -63,7 +74,7 @@ def plan_joined(
     """
     if settings.tiers and len(joints) > 1:
         settings = replace(settings, tiers=(), planner="auto")
-    options = planner_options(joined.program, settings, share)
+    options = planner_options(joined.program, settings, share, start)
     if options.tiers:
         stays = why_not_offloadable(joints[0], joined.parts[0].program, min_bytes=1)
         free = {s for s, (_, own) in joined.storage_of.items() if own not in stays}
@@ -76,7 +87,7 @@ def _by_json_key(stays: Mapping[int, str]) -> dict[str, str]:
     return {str(storage): reason for storage, reason in stays.items()}
 
 
-def planner_options(program: Program, settings: Settings, share: float = 1.0) -> Options:
+def planner_options(program: Program, settings: Settings, share: float = 1.0, start: Start = None) -> Options:
     """What the planner may use: tiers with the bandwidths of this machine or of `device_spec`, time, progress.
 
     `share` of the usual work: of what the user allowed, or of what `auto` takes by itself.
@@ -88,7 +99,9 @@ def planner_options(program: Program, settings: Settings, share: float = 1.0) ->
         solve_s = share * (default_limit_s(reduce_program(program)) if solve_s is None else solve_s)
     certify = share == 1.0 and not _is_written_out(program)
     progress = _progress(program.name)
-    return Options(certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=progress)
+    return Options(
+        certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=progress, start=start
+    )
 
 
 def _is_written_out(program: Program) -> bool:

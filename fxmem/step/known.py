@@ -121,9 +121,10 @@ class Known:
     def planned(self, fissions: StepFissions, settings: Settings, budget: Budget, share: float = 1.0) -> Plan:
         """A plan of all its calls, their graphs split so. Raises BudgetInfeasible."""
         joints = [forms.form(own).joint for forms, own in zip(self.forms, fissions, strict=True)]
+        start = self.plan.actions if fissions == self.fissions else None
         if self.is_plain:
-            return plan_form(self.program(0, fissions[0]), joints[0], settings, budget, share)
-        return plan_joined(self.joined(fissions), joints, settings, budget, share)
+            return plan_form(self.program(0, fissions[0]), joints[0], settings, budget, share, start)
+        return plan_joined(self.joined(fissions), joints, settings, budget, share, start)
 
     def plan_of(self, position: int, actions: tuple[Action, ...]) -> Plan:
         """The plan of one call, out of the plan of the step: its peak is the step's."""

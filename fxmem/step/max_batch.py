@@ -40,10 +40,11 @@ def largest_batch(
     symbol = batch_symbol(joint)
     program = annotated_program(joint, made, may_run)
     program = replace(program, extra_resident_bytes=resident_bytes(program))
-    batch, best, least_bytes = program.hints[symbol], 0, 0
+    batch, best, least_bytes, start = program.hints[symbol], 0, 0, None
     for _ in range(NUM_ROUNDS):
         at_batch = program.at({**program.hints, symbol: batch})
-        plan = make_plan(at_batch, "min", made.planner, planner_options(program, made))
+        plan = make_plan(at_batch, "min", made.planner, planner_options(program, made, start=start))
+        start = plan.actions
         least_bytes = plan.peak_bytes_at({**program.hints, symbol: 1})
         found = solve_max(plan.peak_expr, symbol, budget_bytes)
         if found <= best:

@@ -13,6 +13,7 @@ from torch import nn
 
 import fxmem
 from fxmem import compat
+from fxmem.planners.plan import make_plan
 from fxmem.step.measurement import MemoryTrace
 from fxmem.step.sampling import Sampling
 from tests.models import Blocks, blocks, gradients
@@ -348,6 +349,24 @@ def test_a_backward_that_never_comes_leaves_no_profiler_behind():
     del loss
     gc.collect()
     assert not compat.profiler_is_active()
+
+
+def test_a_graph_is_planned_again_from_its_plan_before(monkeypatch):
+    starts = []
+
+    def planned(program, budget, planner, options):
+        starts.append(options.start)
+        return make_plan(program, budget, planner, options)
+
+    monkeypatch.setattr("fxmem.step.graph_plan.make_plan", planned)
+    module, _ = blocks(num_blocks=2)
+    step = fxmem.compile(module, "min", dynamic=True, fission="off", **QUICK)
+    for rows in (48, 96):
+        run(step, tuple(torch.randn(rows, 32) for _ in range(2)))
+    first, *others = starts
+    assert first is None
+    assert others
+    assert all(start is not None for start in others)
 
 
 class Changing(nn.Module):
