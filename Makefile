@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python >= 3.11, a C compiler, and a package index.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz asan bench sweep lint types docs clean distclean
+.PHONY: help venv demo test test-fast fuzz asan bench sweep lint types docs wheel picture clean distclean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -28,6 +28,8 @@ help:
 	@echo "make sweep      torch's operators and modules, and architectures, under budgets (SAMPLE=50: some of them)"
 	@echo "make lint types ruff, import-linter; mypy --strict"
 	@echo "make docs       the documentation as a site in build/site; warnings are errors"
+	@echo "make wheel      a wheel that needs no compiler, into dist/"
+	@echo "make picture    the picture of a report in the README; needs Chromium"
 	@echo "make clean      build products and caches (distclean: .venv too)"
 
 venv: $(STAMP)
@@ -94,6 +96,16 @@ types: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict --site-dir build/site
+
+# A wheel for this platform and every Python that needs no compiler; `cibuildwheel` makes those of other platforms.
+wheel: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[wheels]'
+	$(BIN)/python -m build --wheel --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --strip -w dist build/wheel/*.whl
+
+# Needs Chromium or Chrome.
+picture: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.picture
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/scratch

@@ -33,7 +33,7 @@ _NUM_PAIRS = 5
 
 
 def build(name: str, size: zoo.Size) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A model of the zoo; `llama_32000` has four layers and a real vocabulary, `llama_8b` is Llama 3's on meta tensors."""
+    """A model of the zoo; `llama_32000`: four layers, a real vocabulary; `llama_8b`: Llama 3's, on meta tensors."""
     torch.manual_seed(0)
     if name == "llama_32000":
         vocab, batch, length = (32000, 4, 256) if size == "small" else (32000, 2, 16)

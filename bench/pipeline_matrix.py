@@ -7,7 +7,7 @@ ranks run in one group of processes. Rank 0 decides, the others follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from fxmem.testing.zoo import build
 MODELS = ("gpt2", "llama", "t5", "resnet50", "unet")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "1f1b-n")
 RANKS = (2, 4)
+CELLS = dict.fromkeys(RANKS, SCHEDULES)
 NUM_STEPS = 3
 NUM_MICROBATCHES = 4
 ROWS = {"resnet50": 8}
@@ -40,9 +41,9 @@ TIMEOUT_S = 1200
 
 
 def matrix_rows(
-    models: Sequence[str] = MODELS, ranks: Sequence[int] = RANKS, schedules: Sequence[str] = SCHEDULES
+    models: Sequence[str] = MODELS, schedules: Mapping[int, Sequence[str]] = CELLS
 ) -> Iterator[Row]:
-    """A row for every model, number of ranks, schedule and rank.
+    """A row for every model, number of ranks, schedule (`schedules`: by number of ranks) and rank.
 
     `error`: of the predicted peak, relative to the measured one; `gradient_error`: norm of the difference over the norm
     of this rank's gradients, the worst step; `loss_error`: the worst step, absolute; `failure`: why a cell did not run.
@@ -54,10 +55,10 @@ def matrix_rows(
         batch = grown(args, NUM_MICROBATCHES * ROWS.get(model, 2), dtype)
         runtime = Pipeline(module.to(dtype), split_batch(batch, {}, NUM_MICROBATCHES))
         expected = steps_of_one_process(other.to(dtype), batch, NUM_MICROBATCHES, sgd(list(other.parameters())))
-        for num_ranks in ranks:
-            run = partial(_cells, runtime, module, batch, expected, num_ranks, schedules)
+        for num_ranks, names in schedules.items():
+            run = partial(_cells, runtime, module, batch, expected, num_ranks, names)
             found = run_ranks(num_ranks, run, TIMEOUT_S)
-            for at, schedule in enumerate(schedules):
+            for at, schedule in enumerate(names):
                 for rank, cells in enumerate(found):
                     head = {"model": model, "schedule": schedule, "ranks": num_ranks, "rank": rank}
                     failure = {"failure": cells.get("error", "the cell before it failed")}

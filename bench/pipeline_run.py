@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the matrix")
     args = parser.parse_args()
     if args.matrix:
-        show(matrix_rows(args.models, args.ranks, args.schedules), args.json, "exactness and memory over gloo")
+        cells = dict.fromkeys(args.ranks, args.schedules)
+        show(matrix_rows(args.models, cells), args.json, "exactness and memory over gloo")
     else:
         show(rows(args.quick), args.json, "planned pipelines over gloo")
 

@@ -30,7 +30,9 @@ def adapted(model: nn.Module) -> nn.Module:
     if importlib.util.find_spec("peft"):
         from peft import LoraConfig, get_peft_model
 
+        print("adapters by PEFT")
         return get_peft_model(model, LoraConfig(r=4, target_modules=list(TARGETS)))
+    print("adapters by hand")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")

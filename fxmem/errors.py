@@ -42,10 +42,12 @@ class BudgetInfeasible(FxmemError):
 
     `min_bytes` is the smallest budget found feasible; `at_peak` lists what stands at that peak as (name, bytes);
     `actions`: the schedule that reaches it, if the planner told; `asked`: the budget as the user wrote it; `graph`:
-    which of the captured graphs it is; `form`: of several ways to split them, the one that `actions` are of.
+    which of the captured graphs it is; `form`: of several ways to split them, the one that `actions` are of;
+    `is_unsplit`: sizes that are symbols kept the graph from being split.
     """
 
     form: Any = None
+    is_unsplit: bool = False
 
     def __init__(
         self,
@@ -74,11 +76,11 @@ class BudgetInfeasible(FxmemError):
         self.asked = asked
         self.graph = graph
 
-    def of(self, asked: object, graph: str) -> BudgetInfeasible:
-        """The same, saying what was asked and of which graph."""
-        given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where, self.actions)
+    def of(self, asked: object, graph: str, where: str = "") -> BudgetInfeasible:
+        """The same, saying what was asked and of which graph, and `where` besides."""
+        given = (self.budget_bytes, self.min_bytes, self.at_peak, self.where + where, self.actions)
         error = BudgetInfeasible(*given, asked=asked, graph=graph)
-        error.form = self.form
+        error.form, error.is_unsplit = self.form, self.is_unsplit
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
+from fxmem.capture.notes import notes
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import VerifyError
-from fxmem.passes.emit import META
 
 aten = torch.ops.aten
 _ADDS = frozenset({aten.add_.Tensor, aten.addmm_.default, aten.baddbmm_.default})
@@ -24,7 +24,7 @@ _UNINITIALIZED = aten.empty_strided.default
 def verify_accumulators(joint: JointGraph) -> None:
     """Who is written part by part is made in this graph, once; is read by nobody before its last part; and gets all.
 
-    Concerns writes that say which op's part they are (`META`). Raises VerifyError naming the node at fault.
+    Concerns writes that say which op's part they are (`notes`). Raises VerifyError naming the node at fault.
     """
     nodes = _Nodes(joint)
     inputs = _input_storages(joint)
@@ -53,7 +53,7 @@ class _Nodes:
         self.index = {node: i for i, node in enumerate(joint.nodes)}
         self.owner: dict[int, fx.Node] = {}
         self.readers: dict[int, list[fx.Node]] = defaultdict(list)
-        storages = {node: _storages(node) for node in self.index}
+        storages = {node: compat.storage_keys(node) for node in self.index}
         for node in self.index:
             for key in storages[node]:
                 self.owner.setdefault(key, node)
@@ -63,14 +63,14 @@ class _Nodes:
 
 def _verify(nodes: _Nodes, key: int, writes: Sequence[fx.Node]) -> None:
     owner = nodes.owner[key]
-    again = next((n for n in (owner, *writes) if "recompute_of" in n.meta.get(META, {})), None)
+    again = next((n for n in (owner, *writes) if "recompute_of" in notes(n)), None)
     if again is not None:
         raise VerifyError(f"{again.name} runs again, and parts are written into {owner.name}")
     for node in nodes.readers[key]:
         if nodes.index[node] < nodes.index[writes[-1]] and not _passes_on(node, key):
             raise VerifyError(f"{node.name} reads {owner.name} before its last part {writes[-1].name} is there")
     for write in writes:
-        if any(key in _storages(n) for n in write.all_input_nodes if n not in written_args(write)):
+        if any(key in compat.storage_keys(n) for n in write.all_input_nodes if n not in written_args(write)):
             raise VerifyError(f"{write.name} writes into {owner.name} what it reads from it")
     if owner.target is _UNINITIALIZED:
         _verify_filled(owner, writes)
@@ -99,20 +99,13 @@ def _verify_filled(owner: fx.Node, writes: Sequence[fx.Node]) -> None:
 
 
 def _is_part(node: fx.Node) -> bool:
-    return "part_of" in node.meta.get(META, {})
+    return "part_of" in notes(node)
 
 
 def _input_storages(joint: JointGraph) -> set[int]:
-    return {key for node in joint.nodes if node.op != "call_function" for key in _storages(node)}
+    return {key for node in joint.nodes if node.op != "call_function" for key in compat.storage_keys(node)}
 
-
-def _storages(node: fx.Node) -> set[int]:
-    return {compat.storage_key(t) for t in _tensors(node)}
 
 
 def _storage(node: fx.Node) -> int:
     return compat.storage_key(node.meta["val"])
-
-
-def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    return (value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor))

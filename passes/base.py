@@ -25,11 +25,12 @@ from torch import fx
 from fxmem.capture import JointGraph
 from fxmem.capture.draws import RNG_STATE, replay, state_name
 from fxmem.capture.effects import is_collective, is_random
+from fxmem.capture.notes import notes
 from fxmem.errors import VerifyError
 from fxmem.passes import debug
 from fxmem.passes.accumulators import verify_accumulators, writes_own
 from fxmem.passes.debug import PassReport
-from fxmem.passes.emit import META, region_of
+from fxmem.passes.emit import region_of
 from fxmem.passes.offload import verify_offload
 
 
@@ -76,7 +77,7 @@ def run_passes(joint: JointGraph, passes: Sequence[GraphPass]) -> PassResult:
         difference.subtract(_targets(before))
         report = PassReport(
             name=graph_pass.name,
-            changed=debug.print_graph(joint) != debug.print_graph(before),
+            changed=debug.is_changed(before, joint),
             seconds=seconds,
             num_added={target: n for target, n in sorted(difference.items()) if n},
         )
@@ -119,7 +120,7 @@ def verify_recompute(joint: JointGraph) -> None:
     seen: set[str] = set()
     states = _states(joint)
     for node in joint.nodes:
-        origin = node.meta.get(META, {}).get("recompute_of")
+        origin = notes(node).get("recompute_of")
         if origin is not None and origin not in seen:
             raise VerifyError(f"node {node.name} recomputes {origin}, which did not run before")
         if origin is not None and effect_of(node) is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torch import fx
 
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
+
+_BOUNDARY = "--- backward ---"
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,12 @@ def debug_dir() -> Path | None:
 
 def print_graph(joint: JointGraph) -> str:
     """One line a node, in execution order, with a rule at the boundary; the same graph prints the same text."""
-    lines = [_line(node) for node in joint.nodes]
-    lines.insert(joint.num_forward_nodes, "--- backward ---")
-    results = [str(r) for r in joint.outputs]
-    forward, backward = results[: joint.num_forward_outputs], results[joint.num_forward_outputs :]
-    return "\n".join([*lines, f"return ({', '.join(forward)}), ({', '.join(backward)})"])
+    return "\n".join(_lines(joint))
+
+
+def is_changed(before: JointGraph, after: JointGraph) -> bool:
+    """Do the two print otherwise?"""
+    return before is not after and any(a != b for a, b in itertools.zip_longest(_lines(before), _lines(after)))
 
 
 def dump_pass(position: int, name: str, before: JointGraph, after: JointGraph, report: PassReport) -> None:
@@ -51,6 +55,18 @@ def dump_pass(position: int, name: str, before: JointGraph, after: JointGraph, r
     (folder / f"{stem}.before.txt").write_text(print_graph(before) + "\n")
     (folder / f"{stem}.after.txt").write_text(print_graph(after) + "\n")
     (folder / f"{stem}.json").write_text(json.dumps({**asdict(report)}, indent=1) + "\n")
+
+
+def _lines(joint: JointGraph) -> Iterator[str]:
+    for position, node in enumerate(joint.nodes):
+        if position == joint.num_forward_nodes:
+            yield _BOUNDARY
+        yield _line(node)
+    if joint.num_forward_nodes == len(joint.nodes):
+        yield _BOUNDARY
+    results = [str(r) for r in joint.outputs]
+    forward, backward = results[: joint.num_forward_outputs], results[joint.num_forward_outputs :]
+    yield f"return ({', '.join(forward)}), ({', '.join(backward)})"
 
 
 def _line(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -24,12 +24,12 @@ class DirectViews(GraphPass):
 
     def apply(self, joint: JointGraph) -> JointGraph:
         results = set(joint.outputs)
-        origins = {node: origin for node in joint.nodes if node not in results and (origin := _origin(node)) is not node}
-        found = {node: origin for node, origin in origins.items() if origin is not node.args[0]}
+        origins = {node: _origin(node) for node in joint.nodes if node not in results}
+        found = {node: origin for node, origin in origins.items() if origin not in (node, *node.args[:1])}
         if not found:
             return joint
         rewriter = Rewriter(joint)
-        for node in joint.nodes:
+        for node in rewriter.nodes.walk():
             origin = found.get(node)
             if origin is None:
                 rewriter.emit(node)
@@ -47,8 +47,8 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target not in _VIEWS:
+def _is_view(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.target not in _VIEWS:
         return False
     base = node.args[0].meta["val"]  # type: ignore[union-attr]
     is_known = all(type(size) is int for size in (*base.shape, *node.meta["val"].shape))

@@ -20,14 +20,13 @@ from torch import fx
 from fxmem import compat
 from fxmem.capture import JointGraph
 from fxmem.capture.draws import replay
+from fxmem.capture.notes import META, notes
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.program import Op, Program, Region
 from fxmem.passes.fakes import fake_result
 from fxmem.schedule.actions import Action, Compute, Recompute, StartBackward
 
-META = "fxmem"
-"""Key in `node.meta`: {"region": "forward" | "backward"}, plus "recompute_of": name for a node that runs again, plus
-"derived_from": name for a view that was made again from its base."""
+_OF_PARTS = ("part", "parts")
 
 Handler = Callable[["Emitter", Any], None]
 A = TypeVar("A")
@@ -47,8 +46,14 @@ def emits(action_type: type[A]) -> Callable[[Callable[[Emitter, A], None]], Call
 
 def region_of(node: fx.Node) -> Region | None:
     """Region an emitted node runs in; None for a graph that was not emitted."""
-    region: Region | None = node.meta.get(META, {}).get("region")
+    region: Region | None = notes(node).get("region")
     return region
+
+
+def part_of(node: fx.Node) -> tuple[int, int] | None:
+    """(which part, of how many) of a region that was split; None for what runs whole."""
+    note = node.meta.get(META, {})
+    return (note["part"], note["parts"]) if "part" in note else None
 
 
 def emit(
@@ -183,7 +188,7 @@ class Emitter:
         self.graph.output(tuple(results)).meta = {**source.meta, META: {"region": "backward"}}
         _drop_unread(self.graph)
         self.graph.lint()
-        module = fx.GraphModule(self.joint.graph_module, self.graph, class_name="Joint")
+        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
         nodes = list(self.graph.nodes)
         return replace(
@@ -253,7 +258,8 @@ class Emitter:
         self._named.add(source.name)
         if source.name in self.joint.sources:
             self._lines[node] = self.joint.sources[source.name]
-        note = {"region": self.region} | ({again: source.name} if again else {})
+        kept = {key: value for key, value in source.meta.get(META, {}).items() if key in _OF_PARTS}
+        note = kept | {"region": self.region} | ({again: source.name} if again else {})
         node.meta = {**source.meta, "partitioner_tag": f"is_{self.region}", META: note}
         return node
 

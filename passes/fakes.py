@@ -95,7 +95,8 @@ class _Result:
         if self.of is None:
             return compat.fake_empty(mode, shape, strides, dtype, device)
         base = tensors[self.of]
-        return base if self.is_same else compat.fake_view(base, shape, strides, int(base.storage_offset()) + self.offset)
+        offset = int(base.storage_offset()) + self.offset
+        return base if self.is_same else compat.fake_view(base, shape, strides, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,9 @@ def _extent(look: _Look) -> int:
 
 def _look(tensor: Tensor) -> _Look | None:
     """All of a tensor that ops on fake tensors see, but where it lies; None for what isn't plain."""
-    if type(tensor) is not compat.FakeTensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) is not compat.FakeTensor or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
         return None
     shape, strides = tuple(tensor.shape), tensor.stride()
     is_known = all(type(n) is int for n in (*shape, *strides, tensor.storage_offset()))

@@ -20,6 +20,7 @@ from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
+from fxmem.capture.joint import FUSED
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
@@ -45,15 +46,16 @@ class SplitRegions(GraphPass):
 
     def apply(self, joint: JointGraph) -> JointGraph:
         names = [node.name for node in joint.nodes]
-        for fission in self.fissions:
+        for number, fission in enumerate(self.fissions):
             name = names[fission.seed] if 0 <= fission.seed < len(names) else ""
             seed = next((i for i, node in enumerate(joint.nodes) if node.name == name), -1)
-            joint = split_region(joint, grow(joint, replace(fission, seed=seed)))
+            joint = split_region(joint, grow(joint, replace(fission, seed=seed)), number)
         return joint
 
 
-def split_region(joint: JointGraph, region: Region) -> JointGraph:
-    """`joint` with `region` (grown in it) running part by part. Raises PlanMismatch if it is refused."""
+def split_region(joint: JointGraph, region: Region, number: int = 0) -> JointGraph:
+    """`joint` with `region` (grown in it), noted as that `number`, running part by part. Raises PlanMismatch if it is
+    refused."""
     if region.refused:
         raise PlanMismatch(f"can't split: {region.refused}")
     dropouts = [member for member in region.members if is_dropout(member)]
@@ -61,18 +63,19 @@ def split_region(joint: JointGraph, region: Region) -> JointGraph:
         name = joint.nodes[region.fission.seed].name
         joint = with_masks(joint, dropouts)
         seed = [node.name for node in joint.nodes].index(name)
-        return split_region(joint, grow(joint, replace(region.fission, seed=seed)))
-    return _Writer(joint, region).write()
+        return split_region(joint, grow(joint, replace(region.fission, seed=seed)), number)
+    return _Writer(joint, region, number).write()
 
 
 class _Writer:
     """`_whole`, `_parts`: a captured node -> what stands for it in the new graph, or for one part of it."""
 
-    def __init__(self, joint: JointGraph, region: Region) -> None:
-        self.joint, self.region = joint, region
+    def __init__(self, joint: JointGraph, region: Region, number: int) -> None:
+        self.joint, self.region, self.number = joint, region, number
         self.offsets, self.size = region.fission.offsets, region.fission.size
         self.num_parts = region.fission.num_parts
         self.nodes = PartGraph(joint)
+        self._captured_forward = frozenset(joint.nodes[: joint.num_forward_nodes])
         self._whole: dict[fx.Node, fx.Node] = {}
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
@@ -87,7 +90,6 @@ class _Writer:
         self._items(self.region.forward)
         num_outputs = self.joint.num_forward_outputs
         results = fx.map_arg(self.joint.outputs[:num_outputs], self._read)
-        num_forward_nodes = len(self.nodes.graph.nodes)
         self.nodes.region = "backward"
         self._inputs(captured[border:])
         for node in captured:
@@ -95,7 +97,7 @@ class _Writer:
                 self._read(node)
         self._items(self.region.backward)
         gradients = fx.map_arg(self.joint.outputs[num_outputs:], self._read)
-        return self.nodes.finish((*results, *gradients), num_forward_nodes)
+        return self.nodes.finish((*results, *gradients))
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -132,7 +134,7 @@ class _Writer:
     def _one(self, tangent: fx.Node) -> fx.Node:
         value = tangent.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
-        return self.nodes.call(aten.ones.default, ([],), f"{tangent.name}_one", tangent, options)
+        return self.nodes.call(aten.full.default, ([], 1), f"{tangent.name}_one", tangent, options)
 
     # parts
 
@@ -180,8 +182,11 @@ class _Writer:
     def _call(
         self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, part: int, kwargs: Any = None
     ) -> fx.Node:
-        note = {"part_of": source.name, "part": part, "parts": self.num_parts}
-        return self.nodes.call(target, args, name, source, kwargs, **note)
+        note = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
+        node = self.nodes.call(target, args, name, source, kwargs, **note)
+        if self.region.tangent is not None:
+            node.meta[FUSED] = "forward" if source in self._captured_forward else "backward"
+        return node
 
     # sums and what is put together
 

@@ -1,9 +1,9 @@
 """`IgnoredRows`: rows of scores that are cut off before a cross entropy are kept, and their labels ignored.
 
 Causal language models leave out the last position of each sequence: `cross_entropy(scores[:, :-1].flatten(0, 1), ...)`.
-What is left can't be viewed as rows, so it is copied; cut off, its rows are no parts of the scores'; and the gradient is
-padded with zeros in yet another tensor. With the rows kept and a label for each of them that is ignored, the loss is the
-same sum of the same numbers and the gradient of those rows exactly zero (NaN, if their scores are).
+What is left can't be viewed as rows, so it is copied; cut off, its rows are no parts of the scores'; and the gradient
+is padded with zeros in yet another tensor. With the rows kept and a label for each of them that is ignored, the loss is
+the same sum of the same numbers and the gradient of those rows exactly zero (NaN, if their scores are).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class IgnoredRows(GraphPass):
         rewriter, written = Rewriter(joint), {}
         for cut in found:
             written |= cut.nodes()
-        for node in joint.nodes:
+        for node in rewriter.nodes.walk():
             cut = written.get(node)
             if cut is None:
                 rewriter.emit(node)

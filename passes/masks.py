@@ -22,17 +22,12 @@ def with_masks(joint: JointGraph, dropouts: Sequence[fx.Node]) -> JointGraph:
     """
     nodes = PartGraph(joint)
     values: dict[fx.Node, fx.Node] = {}
-    captured = joint.nodes
-    for position, node in enumerate(captured):
-        if position == joint.num_forward_nodes:
-            num_forward_nodes, nodes.region = len(nodes.graph.nodes), "backward"
+    for node in nodes.walk():
         if node in dropouts:
             _write(nodes, values, node)
         elif node not in values:
             values[node] = nodes.copy(node, values.__getitem__)
-    if joint.num_forward_nodes == len(captured):
-        num_forward_nodes = len(nodes.graph.nodes)
-    return nodes.finish(fx.map_arg(joint.outputs, values.__getitem__), num_forward_nodes)
+    return nodes.finish(fx.map_arg(joint.outputs, values.__getitem__))
 
 
 def _write(nodes: PartGraph, values: dict[fx.Node, fx.Node], dropout: fx.Node) -> None:

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxmem import compat
 from fxmem.analysis.split_families.call import Call, Size
 from fxmem.analysis.split_families.losses import MEAN, SUM
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
-from fxmem.passes.fakes import Fakes
+from fxmem.passes.part_graph import PartGraph
 
 aten = torch.ops.aten
 _DERIVED = frozenset({operator.getitem, aten.view.default, aten._unsafe_view.default})
@@ -49,31 +48,28 @@ def normal_form(joint: JointGraph) -> JointGraph:
     if all(_rewriting(node) is None for node in joint.nodes):
         return joint
     rewriter = Rewriter(joint)
-    for node in joint.nodes:
+    for node in rewriter.nodes.walk():
         rewriter.emit(node)
     return rewriter.finish()
 
 
 class Rewriter:
-    """The graph under construction: nodes of the old one are copied, or something else is written in their place."""
+    """`values`: what stands for a captured node in the new graph; `items`: for the results of one, if not itself."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self.joint, self.graph = joint, fx.Graph()
+        self.joint, self.nodes = joint, PartGraph(joint)
         self.values: dict[fx.Node, fx.Node] = {}
         self.items: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self._sources: dict[fx.Node, fx.Node] = {}
-        self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
 
     def emit(self, node: fx.Node) -> None:
-        """Write `node`, or what takes its place."""
+        """Copy `node`, or write what takes its place."""
         rewriting = _rewriting(node)
         if rewriting is not None:
             rewriting(self, Call(node))
         elif node.target is operator.getitem and node.args[0] in self.items:
             self.values[node] = self.items[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
-            self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
-            self._sources[self.values[node]] = node
+            self.values[node] = self.nodes.copy(node, self.values.__getitem__)
 
     def new(self, argument: Any) -> Any:
         """What an argument of the old graph is in the new one."""
@@ -81,32 +77,19 @@ class Rewriter:
 
     def call(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call in the place of `source`, on nodes of the new graph."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = {**source.meta, "val": self._fakes.of(node)}
-        self._sources[node] = source
-        return node
+        return self.nodes.call(target, args, None, source, kwargs)
 
     def finish(self) -> JointGraph:
-        self.graph.node_copy(self.joint.graph_module.graph.output_node(), self.values.__getitem__)
-        self._drop_unread()
-        self.graph.lint()
-        forward = set(self.joint.nodes[: self.joint.num_forward_nodes])
-        module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
-        module.meta = dict(self.joint.graph_module.meta)
-        lines = {new.name: self.joint.sources.get(old.name) for new, old in self._sources.items()}
-        return replace(
-            self.joint,
-            graph_module=module,
-            num_forward_nodes=sum(old in forward for old in self._sources.values()),
-            sources={name: line for name, line in lines.items() if line is not None},
-        )
+        results = self.new(self.joint.outputs)
+        self._drop_unread(set(results))
+        return self.nodes.finish(results)
 
-    def _drop_unread(self) -> None:
+    def _drop_unread(self, results: Collection[Any]) -> None:
         """Picks and views that were read, and are read no more: the total weight of a sum, a view of a view."""
-        for new, old in reversed(self._sources.copy().items()):
-            if new.target in _DERIVED and old.users and not new.users:
-                self.graph.erase_node(new)
-                del self._sources[new]
+        sources = {new: old for old, new in reversed(self.values.items())}
+        for new, old in sources.items():
+            if new.target in _DERIVED and old.users and not new.users and new not in results:
+                self.nodes.graph.erase_node(new)
 
 
 def _rewrite_cross_entropy(rewriter: Rewriter, call: Call) -> None:

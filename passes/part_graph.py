@@ -1,17 +1,17 @@
-"""A joint graph under construction whose nodes carry fake values that alias as the real ones will."""
+"""A joint graph written anew, node by node, whose nodes carry fake values that alias as the real ones will."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
-from fxmem.passes.emit import META
+from fxmem.capture.notes import META, notes
 from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class PartGraph:
-    """`graph`, and how nodes get into it. `region`: of the nodes made from now on.
+    """`graph`, and how nodes get into it. `region`: of the nodes made from now on, forward ones first.
 
     A value that is captured stays the same object; whatever else is made is run on fake tensors, so that views share
     the storage of their base, writes in place that of their target, and nothing else shares any.
@@ -29,9 +29,16 @@ class PartGraph:
         self.joint = joint
         self.graph = fx.Graph()
         self.region = "forward"
+        self._forward: set[fx.Node] = set()
         self._lines: dict[fx.Node, str] = {}
         self._captured: set[fx.Node] = set()
         self._fakes = Fakes(compat.fake_mode_of(joint.nodes))
+
+    def walk(self) -> Iterator[fx.Node]:
+        """The captured nodes one after the other, `region` being that of each."""
+        for position, node in enumerate(self.joint.nodes):
+            self.region = "forward" if position < self.joint.num_forward_nodes else "backward"
+            yield node
 
     def copy(self, node: fx.Node, current: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """`node` as it was, reading `current` of what it read."""
@@ -55,14 +62,17 @@ class PartGraph:
         self,
         target: Callable[..., Any],
         args: tuple[Any, ...],
-        name: str,
+        name: str | None,
         source: fx.Node,
         kwargs: Mapping[str, Any] | None = None,
         **note: Any,
     ) -> fx.Node:
-        """A call that serves `source`, a captured node, whose metadata it takes over; `note`: what META says of it."""
+        """A call that serves `source`, a captured node, whose metadata it takes over; `note`: what META says of it.
+
+        Without a `name` it gets one made of its op's.
+        """
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
-        node.meta = {**source.meta, META: {**source.meta.get(META, {}), **note}}
+        node.meta = {**source.meta, META: {**notes(source), **note}}
         self._note(node, source)
         try:
             node.meta["val"] = self._run(node)
@@ -72,13 +82,18 @@ class PartGraph:
             self._make_viewable(node, source, note)
         return node
 
-    def finish(self, results: Any, num_forward_nodes: int) -> JointGraph:
+    def finish(self, results: Any) -> JointGraph:
         self.graph.output(results).meta = dict(self.joint.graph_module.graph.output_node().meta)
         self.graph.lint()
         module = compat.module_of_graph(self.joint.graph_module, self.graph, "Joint")
         module.meta = dict(self.joint.graph_module.meta)
-        sources = {node.name: line for node, line in self._lines.items()}
-        return replace(self.joint, graph_module=module, num_forward_nodes=num_forward_nodes, sources=sources)
+        nodes = self.graph.nodes
+        return replace(
+            self.joint,
+            graph_module=module,
+            num_forward_nodes=sum(node in self._forward for node in nodes),
+            sources={node.name: self._lines[node] for node in nodes if node in self._lines},
+        )
 
     def _make_viewable(self, node: fx.Node, source: fx.Node, note: Mapping[str, Any]) -> None:
         """A part need not be laid out as the whole is: where it can't be viewed like that, view a copy of it."""
@@ -95,6 +110,8 @@ class PartGraph:
         node.meta["val"] = self._run(node)
 
     def _note(self, node: fx.Node, source: fx.Node) -> None:
+        if self.region == "forward":
+            self._forward.add(node)
         if node.op == "call_function":
             node.meta["partitioner_tag"] = f"is_{self.region}"
         if source.name in self.joint.sources:
@@ -106,9 +123,5 @@ class PartGraph:
 
 def shares_storage(node: fx.Node) -> bool:
     """Do results of `node` share storage with what it reads?"""
-    read = {compat.storage_key(t) for n in node.all_input_nodes for t in _tensors(n)}
-    return any(compat.storage_key(t) in read for t in _tensors(node))
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    own = compat.storage_keys(node)
+    return any(own & compat.storage_keys(n) for n in node.all_input_nodes)

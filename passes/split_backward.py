@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxmem import compat
+from fxmem.capture.notes import META, notes
 from fxmem.errors import VerifyError
-from fxmem.passes.emit import META
 from fxmem.runtime.transfers import ops as _ops  # noqa: F401  (defines fxmem::reload)
 
-PART = "part"
+PART = "some results"
 """Key in `node.meta[META]` of a node that makes some of the results of the op it was: its workspace is another one."""
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -99,7 +100,7 @@ def _split_convolutions(graph: fx.Graph, sends: Sequence[fx.Node]) -> None:
 def _mask(node: fx.Node, mask: Sequence[bool]) -> None:
     """Make only what `mask` says, also in the node's metadata, and note that it is part of an op."""
     node.args = (*node.args[:-1], list(mask))
-    node.meta = node.meta | {META: {**node.meta.get(META, {}), PART: True}}
+    node.meta = node.meta | {META: {**notes(node), PART: True}}
     if "val" in node.meta:
         node.meta["val"] = tuple(v if made else None for v, made in zip(node.meta["val"], mask, strict=True))
 
@@ -142,4 +143,4 @@ def _extract(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in results))
     graph.lint()
-    return fx.GraphModule(root, graph)
+    return compat.module_of_graph(root, graph)

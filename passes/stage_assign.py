@@ -324,10 +324,10 @@ def view_base(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         parent = node.all_input_nodes[0]
         return parent if view_base(parent) is not None else None
-    own = {compat.storage_key(t) for t in _tensors(node)}
+    own = compat.storage_keys(node)
     if len(own) != 1:
         return None
-    return next((n for n in node.all_input_nodes if {compat.storage_key(t) for t in _tensors(n)} == own), None)
+    return next((n for n in node.all_input_nodes if compat.storage_keys(n) == own), None)
 
 
 def view_root(node: fx.Node) -> fx.Node | None:
@@ -341,7 +341,7 @@ def view_root(node: fx.Node) -> fx.Node | None:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of the values of `node`, each counted dense."""
-    return sum(t.numel() * t.itemsize for t in _tensors(node))
+    return sum(t.numel() * t.itemsize for t in compat.tensors_of(node))
 
 
 def _chain(node: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
@@ -359,9 +359,6 @@ def _leaves(node: fx.Node, is_sum: object) -> Iterator[fx.Node]:
         else:
             yield part
 
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in compat.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
 
 
 def _unread_in_forward(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:

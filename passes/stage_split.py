@@ -103,7 +103,7 @@ def mark_stages(staging: Staging) -> JointGraph:
     source = joint.graph_module.graph.output_node()
     graph.output(fx.node.map_arg(source.args[0], copies.__getitem__)).meta = dict(source.meta)
     graph.lint()
-    module = fx.GraphModule(joint.graph_module, graph, class_name="Staged")
+    module = compat.module_of_graph(joint.graph_module, graph, "Staged")
     return replace(joint, graph_module=module, num_forward_nodes=num_forward)
 
 
@@ -266,7 +266,7 @@ class _Slicer:
         joint = self.joint
         return replace(
             joint,
-            graph_module=fx.GraphModule(joint.graph_module, self.graph, class_name=f"Stage{self.index}"),
+            graph_module=compat.module_of_graph(joint.graph_module, self.graph, f"Stage{self.index}"),
             num_forward_outputs=num_outputs,
             num_forward_nodes=num_forward,
             static_inputs=tuple(n for n in joint.static_inputs if n in names),

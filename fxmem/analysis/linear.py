@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from fxmem import compat
 
@@ -33,6 +33,7 @@ _ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
 _FILLED = frozenset({"full", "full_like", "new_full", "scalar_tensor"})
 _VALUES = ("fill_value", "s", "value")
 _GRADIENTS = ("grad", "grad_out", "grad_output", "gradOutput")
+_SELECTORS = frozenset({"condition", "index", "indices", "mask"})
 
 
 def degrees(nodes: Iterable[fx.Node], tangent: fx.Node) -> dict[fx.Node, Degree]:
@@ -47,12 +48,15 @@ def _degree(node: fx.Node, known: Mapping[fx.Node, Degree]) -> Degree:
     name = _name(node)
     if name in _ZEROS or (name in _FILLED and _number(node, _VALUES) == 0):
         return ZERO
-    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if _is_tensor(n)}
+    inputs = {n: known.get(n, 0) for n in node.all_input_nodes if compat.tensors_of(n)}
     if not inputs or all(degree == 0 for degree in inputs.values()):
         return 0
     if None in inputs.values():
         return None
-    return _combined(node, name, {n: degree for n, degree in inputs.items() if degree is not None})
+    degree = _combined(node, name, {n: degree for n, degree in inputs.items() if degree is not None})
+    if all(d in (0, ZERO) for d in inputs.values()):
+        return 0 if degree is None else degree
+    return degree if _is_continuous(node) else None
 
 
 def _combined(node: fx.Node, name: str, inputs: Mapping[fx.Node, int]) -> Degree:
@@ -66,7 +70,8 @@ def _combined(node: fx.Node, name: str, inputs: Mapping[fx.Node, int]) -> Degree
     if "backward" in name:
         return _of_backward(node, inputs)
     if name in _LINEAR and not any(_number(node, (key,)) for key in ("value", "other")):
-        return _common(degree for n, degree in inputs.items() if not _is_selector(node, n))
+        selectors = _selectors(node)
+        return _common(degree for n, degree in inputs.items() if n not in selectors)
     return None
 
 
@@ -94,10 +99,17 @@ def _of(argument: Any, inputs: Mapping[fx.Node, int]) -> int:
     return inputs[argument] if isinstance(argument, fx.Node) and argument in inputs else 0
 
 
-def _is_selector(node: fx.Node, argument: fx.Node) -> bool:
-    """Does the argument say which elements are taken: an index, a mask?"""
-    value = argument.meta["val"]
-    return not (value.is_floating_point() or value.is_complex()) if isinstance(value, Tensor) else False
+def _selectors(node: fx.Node) -> set[fx.Node]:
+    """Arguments that only say which elements are taken: indices, masks; not those that give elements as well."""
+    schema = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    named = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    selecting = [value for name, value in named.items() if name in _SELECTORS]
+    giving = [value for name, value in named.items() if name not in _SELECTORS]
+    return set(_nodes(selecting)) - set(_nodes(giving))
+
+
+def _nodes(values: Any) -> list[fx.Node]:
+    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
 def _number(node: fx.Node, names: tuple[str, ...]) -> Any:
@@ -115,5 +127,6 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return any(isinstance(value, Tensor) for value in compat.tree_leaves(node.meta.get("val")))
+def _is_continuous(node: fx.Node) -> bool:
+    """Is no result rounded to an integer, or to true and false?"""
+    return all(value.is_floating_point() or value.is_complex() for value in compat.tensors_of(node))

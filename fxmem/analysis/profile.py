@@ -7,7 +7,6 @@ whatever they index. Nothing here touches the caller's random number generators 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,15 +22,16 @@ from fxmem.units import align_up
 
 _MEMORY_SHARE = 4  # an op may use at most this part of the free memory for its arguments and outputs: 1 / 4
 _BLOCK = 1 << 16  # elements of the random pattern that fills arguments
-_LONG_S = 0.05  # an op that takes this long is timed once, after its warm-up
+_LONG_S = 0.05  # an op that takes this long is timed a few times only
+_NUM_LONG_REPEATS = 2
 _BATCH_S = 2e-4  # shorter ones are timed in batches of about this length
 _NUM_REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One call on this device. `seconds`: median. `workspace_bytes`: peak of the allocator within it, less its outputs.
-    `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
+    """One call on this device. `seconds`: the least of several runs. `workspace_bytes`: peak of the allocator within
+    it, less its outputs. `storage_bytes`: allocated for each distinct output storage, -1 where that is an alias."""
 
     seconds: float
     workspace_bytes: int
@@ -93,7 +93,7 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         if not is_present(device):
             skipped |= dict.fromkeys(here, f"no device {device} here")
             continue
-        path = cache.cache_file("ops", torch.__version__, device_name(device), torch.get_num_threads(), _precision())
+        path = _cache_file(device)
         known = _known(cache.load(path), here)
         missing = {key: call for key, call in here.items() if key not in known}
         found, failed = _measure_all(missing, device, deadline) if missing else ({}, {})
@@ -102,6 +102,10 @@ def profile_calls(calls: Mapping[str, Call], limit_s: float) -> tuple[dict[str, 
         measured |= known | found
         skipped |= failed
     return measured, skipped
+
+
+def _cache_file(device: str) -> Path:
+    return cache.cache_file("op-costs", torch.__version__, device_name(device), torch.get_num_threads(), _precision())
 
 
 def _precision() -> str:
@@ -178,8 +182,10 @@ def measure_call(call: Call) -> Measured:
         run()  # libraries allocate their own workspaces once
     outputs, peak_bytes = _peak_on_cuda(run, call.device) if on_cuda else _peak_on_cpu(run)
     storage_bytes = _storage_bytes(call, outputs, tensors)
+    standing = run()  # above what the timed runs reuse, or the heap's top would go back to the system after each
     del outputs
     seconds = _time(run, _cuda_seconds if on_cuda else _cpu_seconds)
+    del standing
     own_bytes = sum(max(0, nbytes) for nbytes in storage_bytes)
     return Measured(seconds, max(0, peak_bytes - own_bytes), storage_bytes)
 
@@ -224,19 +230,20 @@ def _allocated_bytes(tensor: torch.Tensor) -> int:
 
 
 def _time(run: Callable[[], Any], seconds_of: Callable[[Callable[[], Any], int], float]) -> float:
-    """Median seconds of one run, after a warm-up; few runs of a long op, batches of a short one."""
+    """Least seconds of one run: what disturbs a run only ever lengthens it. Short ones are timed in batches."""
     first_s = seconds_of(run, 1)
     if first_s > _LONG_S:
-        return min(first_s, seconds_of(run, 1))
+        return min(first_s, *(seconds_of(run, 1) for _ in range(_NUM_LONG_REPEATS)))
     num_runs = max(1, min(20, round(_BATCH_S / max(first_s, 1e-7))))
-    return statistics.median(seconds_of(run, num_runs) for _ in range(_NUM_REPEATS))
+    return min(seconds_of(run, num_runs) for _ in range(_NUM_REPEATS))
 
 
 def _cpu_seconds(run: Callable[[], Any], num_runs: int) -> float:
-    begin = time.perf_counter()
+    """Of the calling thread, which takes part in all that an op does: what else runs on the machine doesn't count."""
+    begin = time.thread_time()
     for _ in range(num_runs):
         run()
-    return (time.perf_counter() - begin) / num_runs
+    return (time.thread_time() - begin) / num_runs
 
 
 def _cuda_seconds(run: Callable[[], Any], num_runs: int) -> float:

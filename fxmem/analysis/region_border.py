@@ -206,26 +206,21 @@ class _Order:
 
     def _by_writes(self) -> None:
         """Who reads what is overwritten sees the old bytes or the new ones as before."""
-        written = {key for node in self.nodes for argument in written_args(node) for key in _storages(argument)}
+        arguments = (argument for node in self.nodes for argument in written_args(node))
+        written = {key for argument in arguments for key in compat.storage_keys(argument)}
         users: dict[int, list[fx.Node]] = defaultdict(list)
         for node in self.nodes if written else ():
-            for key in {k for n in (node, *node.all_input_nodes) for k in _storages(n)} & written:
+            for key in {k for n in (node, *node.all_input_nodes) for k in compat.storage_keys(n)} & written:
                 users[key].append(node)
         for key, nodes in users.items():
             for position, node in enumerate(nodes):
-                if any(key in _storages(argument) for argument in written_args(node)):
+                if any(key in compat.storage_keys(argument) for argument in written_args(node)):
                     for other in nodes[:position]:
                         self._precede(other, node)
                     for other in nodes[position + 1 :]:
                         self._precede(node, other)
 
 
-def _storages(node: fx.Node) -> set[int]:
-    return {compat.storage_key(t) for t in compat.tree_leaves(node.meta.get("val")) if _is_strided(t)}
-
-
-def _is_strided(value: Any) -> bool:
-    return hasattr(value, "untyped_storage") and hasattr(value, "layout")
 
 
 def ancestors_among(nodes: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.Node]:

@@ -202,7 +202,7 @@ def _fused(joint: JointGraph, region: Region, border: Border) -> Region:
     early |= {u for n in nodes if n in early and not is_tensor(n) for u in n.users if is_getitem(u)}
     degree = degrees(nodes, tangent)
     fault = _not_proportional(joint, [*early, *members, *(t for m in members for t, _ in tensors_made(m))], degree)
-    fault = fault or _too_large(joint, border, early, degree)
+    fault = fault or _too_large(joint, border, early, degree) or _effectful(joint, early)
     if fault:
         return region.refuse(fault)
     made_early = early | region.members.keys() | region.dims.keys()
@@ -240,6 +240,13 @@ def _not_proportional(joint: JointGraph, nodes: Iterable[fx.Node], degree: dict[
         if degree[node] == 1 and is_tensor(node) and node.meta["val"].dtype is torch.float16:
             return f"{described(joint, node)} is in float16, where gradients are scaled against underflow"
     return ""
+
+
+def _effectful(joint: JointGraph, early: Iterable[fx.Node]) -> str:
+    """Backward may run twice, or after another forward: what it draws, sends or writes has to stay where it is."""
+    found = (n for n in early if is_random(n) or is_collective(n) or written_args(n))
+    node = min(found, key=lambda n: n.name, default=None)
+    return "" if node is None else f"its gradient needs {described(joint, node)}, which has effects, in backward"
 
 
 def _too_large(joint: JointGraph, border: Border, early: Iterable[fx.Node], degree: dict[fx.Node, int | None]) -> str:

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxmem import compat
 from fxmem.capture.errors import capture_errors
 from fxmem.capture.joint import JointGraph, from_aot, require_tensors
+from fxmem.capture.masked import masked_writes_by_where
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to (forward, backward) modules by AOTAutograd's convention: forward returns its outputs and then
@@ -49,6 +51,8 @@ def make_backend(
     """
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        masked_writes_by_where(module)
+        is_training = torch.is_grad_enabled()
         sources = [compat.placeholder_source(n) for n in module.graph.find_nodes(op="placeholder")]
 
         def partition_fn(
@@ -64,6 +68,8 @@ def make_backend(
             return partition(captured)
 
         def inference_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if is_training:  # a backward inside would run as forward does, by no plan
+                compat.break_at_gradients(module)
             if inference is not None:
                 (output,) = graph.graph.find_nodes(op="output")
                 inference(from_aot(graph, len(output.args[0]), range(len(inputs)), sources))

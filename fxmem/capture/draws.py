@@ -71,7 +71,7 @@ def state_of(device: torch.device) -> Any:
 def drawing_devices(nodes: Iterable[fx.Node]) -> frozenset[torch.device]:
     """The devices whose default generators `nodes` draw from."""
     drawing = (node for node in nodes if is_random(node) and node.target is not RNG_STATE)
-    return frozenset(t.device for node in drawing for t in _results(node) if t.device.type in ("cpu", "cuda"))
+    return frozenset(t.device for node in drawing for t in compat.tensors_of(node) if t.device.type in ("cpu", "cuda"))
 
 
 def save_states(graph: fx.Graph, forward: Sequence[fx.Node]) -> int:
@@ -83,7 +83,7 @@ def save_states(graph: fx.Graph, forward: Sequence[fx.Node]) -> int:
             continue
         with graph.inserting_before(node):
             state = graph.create_node("call_function", RNG_STATE, (device,), name=f"{node.name}_rng_state")
-        mode = next(t.fake_mode for t in _results(node) if isinstance(t, compat.FakeTensor))
+        mode = next(t.fake_mode for t in compat.tensors_of(node) if isinstance(t, compat.FakeTensor))
         with mode:
             state.meta = {"val": _fake(device), "partitioner_tag": "is_forward"}
         node.meta[_STATE] = state.name
@@ -106,7 +106,7 @@ def _drawing_device(node: fx.Node) -> torch.device | None:
         return None
     if any(isinstance(argument, torch.Generator) for argument in compat.tree_leaves((node.args, node.kwargs))):
         return None
-    results = _results(node)
+    results = compat.tensors_of(node)
     devices = {t.device for t in results}
     if len(devices) != 1 or not all(isinstance(t, compat.FakeTensor) for t in results):
         return None
@@ -114,9 +114,6 @@ def _drawing_device(node: fx.Node) -> torch.device | None:
     nbytes = sum(compat.hint(n) for n in {compat.storage_key(t): compat.storage_nbytes(t) for t in results}.values())
     return device if device.type in ("cpu", "cuda") and nbytes > _state_bytes(device.type) else None
 
-
-def _results(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in compat.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
 
 
 @cache

@@ -82,7 +82,7 @@ class _Merger:
                 self._same[later] = key
                 self._readers[key] |= self._readers.pop(later, set())
                 self._stays |= {key} if later in self._stays else set()
-        self._gone |= {compat.storage_key(t): t for t in _tensors(node) if compat.storage_key(t) in self._same}
+        self._gone |= {compat.storage_key(t): t for t in compat.tensors_of(node) if compat.storage_key(t) in self._same}
         node.replace_all_uses_with(original)
         for each in sorted(dead, key=self._position.__getitem__, reverse=True):
             for key in self._read_by(each):
@@ -93,7 +93,7 @@ class _Merger:
     def finish(self) -> None:
         """A view of what went is a view of another storage now: its fake value is made again."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and any(compat.storage_key(t) in self._gone for t in _tensors(node)):
+            if node.op == "call_function" and any(compat.storage_key(t) in self._gone for t in compat.tensors_of(node)):
                 _make_value_again(node)
 
     def _only_for(self, node: fx.Node) -> set[fx.Node]:
@@ -115,7 +115,7 @@ class _Merger:
     def _storages(self, node: fx.Node) -> dict[int, int]:
         """Storage -> bytes, of what `node` returns."""
         found: dict[int, int] = {}
-        for tensor in _tensors(node):
+        for tensor in compat.tensors_of(node):
             key = compat.storage_key(tensor)
             while key in self._same:
                 key = self._same[key]
@@ -149,13 +149,10 @@ def _may_merge(node: fx.Node) -> bool:
     return not written_args(node) and not any(user.op == "output" or node in written_args(user) for user in node.users)
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in compat.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-
 
 def _make_value_again(node: fx.Node) -> None:
     """Run a view on the fake value that its base has now."""
-    values = [t.fake_mode for t in _tensors(node) if isinstance(t, compat.FakeTensor)]
+    values = [t.fake_mode for t in compat.tensors_of(node) if isinstance(t, compat.FakeTensor)]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with values[0]:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -26,6 +26,9 @@ from fxmem.capture.errors import user_frame
 from fxmem.capture.overwritten import ancestors, overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
 
+FUSED = "fxmem_fused"
+"""Key in `node.meta` of an op of a part whose gradients are made in forward: the region that it was captured in."""
+
 
 @dataclass(frozen=True)
 class JointGraph:
@@ -101,6 +104,7 @@ def from_aot(
     (`fxmem.capture.draws`).
     """
     _complete_values(joint)
+    _restore_aliases(joint.graph)
     _order_by_execution(joint.graph, num_forward_outputs)
     merge_duplicates(joint.graph)
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -141,6 +145,24 @@ def _complete_values(module: fx.GraphModule) -> None:
             node.meta |= {"val": attribute} if isinstance(attribute, fx.GraphModule) else {}
         elif isinstance(node.target, compat.OpOverload) and not node.target._schema.returns:
             node.meta["val"] = None
+
+
+def _restore_aliases(graph: fx.Graph) -> None:
+    """Let values of views share their base's storage: those of nodes that inductor's patterns wrote own theirs."""
+    for node in graph.nodes:
+        base = node.args[0] if node.args and is_view(node) else None
+        values = [n.meta.get("val") for n in (base, node) if isinstance(n, fx.Node)]
+        fakes = [value for value in values if isinstance(value, compat.FakeTensor)]
+        if len(fakes) == len(values) and len(set(map(compat.storage_key, fakes))) > 1:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with node.meta["val"].fake_mode, torch.no_grad():
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does the op return a view of its first argument, by its own schema?"""
+    returns = node.target._schema.returns if isinstance(node.target, compat.OpOverload) else ()
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _order_by_execution(graph: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:

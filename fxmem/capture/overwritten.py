@@ -38,10 +38,10 @@ def overwritten_inputs(graph: fx.Graph, inputs: Sequence[fx.Node], forward: Sequ
         for desc in output.meta.get("desc") or ()
         if isinstance(desc, compat.InputMutationAOTOutput) and desc.mutated_input in by_desc
     }
-    owners = {key: n for n in inputs for key in _storage_keys(n)}
+    owners = {key: n for n in inputs for key in compat.storage_keys(n)}
     for node in forward:
         for argument in written_args(node):
-            mutated |= {owners[key]: None for key in _storage_keys(argument) if key in owners}
+            mutated |= {owners[key]: None for key in compat.storage_keys(argument) if key in owners}
     return list(mutated)
 
 
@@ -50,12 +50,12 @@ def save_overwritten(graph: fx.Graph, mutated: Sequence[fx.Node], forward: Seque
 
     A forward op gets a clone only where that is cheaper than keeping its results, and only if backward depends on it.
     """
-    overwritten = {key for n in mutated for key in _storage_keys(n)}
+    overwritten = {key for n in mutated for key in compat.storage_keys(n)}
     in_forward = set(forward)
     needed = ancestors(n for n in graph.nodes if n.op != "output" and n not in in_forward)
     num_clones = 0
     for node in forward:
-        if not overwritten.issuperset(_storage_keys(node)) or not _storage_keys(node) or written_args(node):
+        if not overwritten.issuperset(compat.storage_keys(node)) or not compat.storage_keys(node) or written_args(node):
             continue
         readers = [u for u in node.users if _reads_values(u, overwritten)]
         late = [u for u in readers if u not in in_forward]
@@ -80,7 +80,7 @@ def _redirect(graph: fx.Graph, node: fx.Node, readers: Sequence[fx.Node], anchor
 
 def _reads_values(user: fx.Node, overwritten: set[int]) -> bool:
     """Does `user` need the old bytes: not as the target of a write, nor to make one more view of them?"""
-    keys = _storage_keys(user)
+    keys = compat.storage_keys(user)
     return user.op != "output" and not written_args(user) and not (keys and overwritten.issuperset(keys))
 
 
@@ -101,14 +101,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _storage_keys(node: fx.Node) -> frozenset[int]:
-    return frozenset(compat.storage_key(tensor) for tensor in _tensors(node))
-
 
 def _nbytes(node: fx.Node) -> int:
     """Bytes of the storages that the node's values live in, at the sizes seen during capture."""
-    return sum({compat.storage_key(t): compat.hint(compat.storage_nbytes(t)) for t in _tensors(node)}.values())
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return sum({compat.storage_key(t): compat.hint(compat.storage_nbytes(t)) for t in compat.tensors_of(node)}.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from fxmem.cli.explain import explain
 from fxmem.cli.pipeline import pipeline
 from fxmem.cli.stdout import clean_stdout
 from fxmem.errors import FxmemError
+from fxmem.planners.plan import Plan
 from fxmem.units import format_bytes, unit_of
 
 _BUDGET_HELP = 'bytes, "6GiB", a fraction like 0.6 of the unplanned peak, or "min"'
@@ -100,7 +100,7 @@ def _trained(step: Any, args: tuple[Any, ...], budget: Budget) -> dict[str, Any]
 
     for _ in range(2):
         run()
-    seconds = statistics.median(timeit.repeat(run, number=1, repeat=5))
+    seconds = min(timeit.repeat(run, number=1, repeat=5))
     measured_bytes = fxmem.measure(run).peak_bytes
     plan = step.plan
     return {
@@ -118,23 +118,55 @@ def _trained(step: Any, args: tuple[Any, ...], budget: Budget) -> dict[str, Any]
 @click.option("--budget", required=True, help=_BUDGET_HELP)
 @click.option("--report", type=click.Path(path_type=Path), help="write an HTML report")
 @click.option("--save", type=click.Path(path_type=Path), help="write the plan as JSON")
+@click.option("--versus-torch", is_flag=True, help="compare with torch's activation_memory_budget (some seconds)")
 @_shared
 def plan(
-    model: str, budget: str, report: Path | None, save: Path | None, size: str, as_json: bool, **options: Any
+    model: str,
+    budget: str,
+    report: Path | None,
+    save: Path | None,
+    versus_torch: bool,
+    size: str,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Plan MODEL ahead of time; runs nothing. MODEL: a name of the zoo, or package.module:function that returns
     (model, args)."""
     function, args = load_model(model, size)
     made = fxmem.plan(function, args, budget=parse_budget(budget), **_given(options))
+    beside = _torch_plans(made, function, args, options) if versus_torch else []
     if report is not None:
-        made.report(report)
+        made.report(report, beside)
     if save is not None:
         made.save(save)
     if as_json:
         figures = {k: v for k, v in made.to_json().items() if k not in ("actions", "program", "links")}
-        _print_json({**figures, "gap": made.gap})
+        torch_rows = [{"planner": p.planner, "peak_bytes": p.peak_bytes, "extra_s": p.extra_s} for p in beside]
+        _print_json({**figures, "gap": made.gap, **({"versus_torch": torch_rows} if versus_torch else {})})
     else:
         click.echo(str(made))
+        if versus_torch:
+            _print_beside(beside)
+
+
+def _torch_plans(
+    made: Plan, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> list[Plan]:
+    """torch's settings on the graph of `made`, captured again if `made` has it in parts only."""
+    if made.program.unsplit is None:
+        return made.torch_plans()
+    kept = {name: value for name, value in options.items() if name == "device_spec"}
+    return fxmem.plan(function, args, **_given(kept)).torch_plans()
+
+
+def _print_beside(plans: list[Plan]) -> None:
+    table = Table()
+    for name in ("setting", "peak", "extra time"):
+        table.add_column(name, justify="right")
+    for made in plans:
+        share = made.extra_s / made.baseline_s if made.baseline_s else 0.0
+        table.add_row(made.planner.split()[-1], format_bytes(made.peak_bytes), f"{share:.2%}")
+    Console().print(table)
 
 
 @main.command()
@@ -163,6 +195,7 @@ def doctor(offload_dir: Path | None, as_json: bool) -> None:
     table = Table(show_header=False)
     for name, value in found.items():
         table.add_row(name, str(value))
+    click.echo("torch's activation_memory_budget on this step, predicted:")
     Console().print(table)
 
 

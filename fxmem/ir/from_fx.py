@@ -13,12 +13,13 @@ from fxmem import compat
 from fxmem.capture.draws import RNG_STATE, state_name
 from fxmem.capture.effects import is_collective, is_pure, is_random
 from fxmem.capture.hints import checkpoint_of, is_kept
-from fxmem.capture.joint import JointGraph, target_name
+from fxmem.capture.joint import FUSED, JointGraph, target_name
 from fxmem.capture.modules import module_of
+from fxmem.capture.notes import notes
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import CaptureError
 from fxmem.ir import sizes
-from fxmem.ir.program import Op, Program, Region, Storage
+from fxmem.ir.program import Op, Part, Program, Region, Storage
 
 
 def program_from_joint(joint: JointGraph, name: str = "step") -> Program:
@@ -111,10 +112,17 @@ def _op(
         is_random=random,
         is_collective=collective,
         recomputable=not (once or overwritten or (random and state is None)),
+        fused=node.meta.get(FUSED),
         source=joint.sources.get(node.name, ""),
         label=label,
         module=module_of(node),
+        part=_part(node),
     )
+
+
+def _part(node: fx.Node) -> Part | None:
+    found = notes(node)
+    return Part(found["part_of"], found["part"], found["fission"]) if "part_of" in found else None
 
 
 def _with_hints(ops: tuple[Op, ...], forward: Sequence[fx.Node]) -> tuple[Op, ...]:

@@ -35,6 +35,19 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What an op of a split graph serves: part `number`, from 0, of the captured op `op`, in the region `region` of
+    `Program.fissions`."""
+
+    op: str
+    number: int
+    region: int
+
+    def to_json(self) -> list[Any]:
+        return [self.op, self.number, self.region]
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One node of the joint graph.
 
@@ -43,8 +56,9 @@ class Op:
     beyond its outputs. `recomputable`: running it twice gives the same values and changes nothing else.
     A random op is recomputable if its last argument is the state that it draws from: see `Program.state_op`.
     `hint`: "recompute" for a forward op inside a checkpoint of the model (what it is to keep is not recomputable).
+    `fused`: of an op of a part whose gradients are made in forward: the region that it was captured in.
     `source`: the line of the model it comes from. `label`: what the model calls it (a parameter, the gradient of one).
-    `module`: the path of the module it belongs to.
+    `module`: the path of the module it belongs to. `part`: of what, if it runs for one part of a split region.
     """
 
     index: int
@@ -61,9 +75,11 @@ class Op:
     is_collective: bool = False
     recomputable: bool = True
     hint: Hint = ""
+    fused: Region | None = None
     source: str = ""
     label: str = ""
     module: str = ""
+    part: Part | None = None
 
     @property
     def shown(self) -> str:
@@ -113,8 +129,8 @@ class Program:
     values are returned (they stay alive to the end). `static`: indices of the inputs that are parameters or buffers.
     `hints`: the value of every size symbol seen at capture. `extra_resident_bytes`: bytes that stand on the device
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
-    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split;
-    `unsplit`: what it was before, which figures are compared with.
+    `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split
+    (of a step of several graphs: how each of them was); `unsplit`: what it was before, which figures are compared with.
     """
 
     name: str
@@ -313,6 +329,7 @@ class Program:
 
 _IMPURE_TARGETS = ("rand", "dropout", "bernoulli")  # the instances' own convention; captured graphs carry tags instead
 _REGION_OF: dict[str, Region] = {"fw": "forward", "bw": "backward"}
+_PHASE_OF: dict[Region, str] = {region: phase for phase, region in _REGION_OF.items()}
 
 
 def _op_to_json(op: Op) -> dict[str, Any]:
@@ -320,7 +337,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "name": op.name,
         "target": op.target,
         "kind": "input" if op.is_input else "op",
-        "phase": "fw" if op.region == "forward" else "bw",
+        "phase": _PHASE_OF[op.region],
         "time": op.seconds,
         "args": list(op.args),
         "storages": list(op.storages),
@@ -330,9 +347,11 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "collective": op.is_collective,
         "recomputable": op.recomputable,
         "hint": op.hint,
+        **({"fused": _PHASE_OF[op.fused]} if op.fused else {}),
         "source": op.source,
         "label": op.label,
         "module": op.module,
+        **({"part": op.part.to_json()} if op.part else {}),
     }
 
 
@@ -355,9 +374,11 @@ def _op_from_json(index: int, data: Mapping[str, Any]) -> Op:
         is_collective=data.get("collective", False),
         recomputable=data.get("recomputable", not is_random),
         hint=data.get("hint", ""),
+        fused=_REGION_OF.get(data.get("fused", "")),
         source=data.get("source", ""),
         label=data.get("label", ""),
         module=data.get("module", ""),
+        part=Part(*data["part"]) if "part" in data else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxmem.planners.chains.graph_starts import plan_alone
 from fxmem.planners.offload.search import plan_with_offload
 from fxmem.planners.problem import Problem
+from fxmem.planners.recompute.interleaved import plan_interleaved
 from fxmem.planners.registry import Options, Solution, register
 
 
@@ -15,4 +16,4 @@ def auto(problem: Problem, budget_bytes: int, options: Options) -> Solution:
     Raises BudgetInfeasible with the smallest peak found.
     """
     chosen = plan_with_offload if options.tiers and options.machine.links else plan_alone
-    return chosen(problem, budget_bytes, options)
+    return plan_interleaved(problem, budget_bytes, options, chosen)

@@ -139,11 +139,22 @@ class Plan:
         """Pickled as saved to a file: without the graph."""
         return {f.name: getattr(self, f.name) if f.name != "joint" else None for f in fields(self)}
 
-    def report(self, path: str | Path) -> None:
-        """Write an HTML report: timeline, saved tensors, what was decided and why."""
+    def report(self, path: str | Path, beside: Sequence[Plan] = ()) -> None:
+        """Write an HTML report: timeline, saved tensors, what was decided and why.
+
+        `beside`: plans of the same step to compare with, such as `torch_plans()`; each is drawn at its peak.
+        """
         from fxmem.report.html import write_html
 
-        write_html(self, Path(path))
+        write_html(self, Path(path), beside)
+
+    def torch_plans(self, settings: Sequence[float] | None = None) -> list[Plan]:
+        """What torch's own `activation_memory_budget` makes of the same graph at `settings` from 0 to 1 (default:
+        eleven), predicted, about a second each. Raises PlanMismatch for a plan that was loaded or is split.
+        """
+        from fxmem.report.torch_knob import SWEEP, torch_plans
+
+        return torch_plans(self, SWEEP if settings is None else settings)
 
     def trace(self, path: str | Path) -> None:
         """Write a Chrome trace for Perfetto: the simulated streams, ops within their modules, bytes by kind."""

@@ -45,12 +45,12 @@ def verify_plan_data(data: Any) -> None:
     """Raise ValueError, naming the place, unless `data` has the form of `Plan.to_json`."""
     _mapping(_PLAN)(data, "plan")
     program = data["program"]
+    _list_of(_fission)(program.get("fissions", []), "fissions")
     _verify_program(program)
     if "unsplit" in program:
         _mapping(_PROGRAM)(program["unsplit"], "unsplit")
         _needs("unsplit" not in program["unsplit"], "unsplit", program["unsplit"], "a program that was not split")
         _verify_program(program["unsplit"])
-    _list_of(_fission)(program.get("fissions", []), "fissions")
     for number, action in enumerate(data["actions"]):
         _verify_action(action, f"action {number}", len(program["ops"]), len(program["sizes"]))
     _needs(data["actions"].count(["StartBackward"]) == 1, "actions", data["actions"], "a schedule with one boundary")
@@ -63,6 +63,8 @@ def _verify_program(program: Any) -> None:
     for number, op in enumerate(program["ops"]):
         for key, count in (("args", number), ("storages", num_storages), ("mutates", num_storages)):
             _list_of(_index(count))(op[key], f"{key} of op {number}")
+        if "part" in op:
+            _part(op["part"], f"part of op {number}", program.get("fissions", []))
     _needs(len(program["devices"]) == num_storages, "devices", program["devices"], f"a list of {num_storages}")
 
 
@@ -121,6 +123,14 @@ def _fission(value: Any, where: str) -> None:
     _list_of(_nat)(offsets, f"{where}: offsets")
     _needs(len(offsets) > 1 and offsets[0] == 0 and sorted(set(offsets)) == offsets, where, offsets, "borders of parts")
     _flag(fuse, where)
+
+
+def _part(value: Any, where: str, fissions: Sequence[Any]) -> None:
+    _needs(isinstance(value, list) and len(value) == 3, where, value, "[op, number, region]")
+    op, number, region = value
+    _text(op, where)
+    _index(len(fissions))(region, where)
+    _index(len(fissions[region][2]) - 1)(number, where)
 
 
 def _index(count: int) -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,8 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Problem:
-    """Kernels 0..N-1: forward's in captured order (`num_forward`), then backward's; storages keep their ids 0..S-1.
+    """Kernels 0..N-1: `num_forward` that may run again, in captured order, then those that run once, in theirs: forward
+    and backward, or another division (`interleaved`). Storages keep their ids 0..S-1.
 
     `kernel_op[k]`: the program's op. `seconds[k]`, `workspace_bytes[k]`, `recomputable[k]`. `must_run[k]`: it runs in
     its place whether its results are needed there or not. In CSR form kernel k reads
@@ -99,10 +100,15 @@ class Problem:
         return without_unread_states(self.program, out)
 
 
-def reduce_program(program: Program) -> Problem:
-    """Fold views away and lay the rest out as arrays (bytes at the program's hints)."""
+def in_backward(op: Op) -> bool:
+    return op.region == "backward"
+
+
+def reduce_program(program: Program, runs_once: Callable[[Op], bool] = in_backward) -> Problem:
+    """Fold views away and lay the rest out as arrays (bytes at the program's hints). `runs_once`: of which kernels the
+    order stands; what one of them makes only others may read."""
     resident = set(program.resident)
-    kernels = sorted(_needed(program), key=lambda op: op.region == "backward")  # tangents come first among backward's
+    kernels = sorted(_needed(program), key=lambda op: (runs_once(op), in_backward(op)))  # tangents first in backward
     reads = [[s for s in (*program.reads(op), *op.mutates) if s not in resident] for op in kernels]
     reads = [list(dict.fromkeys(row)) for row in reads]
     writes = [list(program.allocates(op)) for op in kernels]
@@ -112,7 +118,7 @@ def reduce_program(program: Program) -> Problem:
     kernel_at = {op.index: k for k, op in enumerate(kernels)}
     return Problem(
         program=program,
-        num_forward=sum(op.region == "forward" for op in kernels),
+        num_forward=sum(not runs_once(op) for op in kernels),
         kernel_op=np.array([op.index for op in kernels], dtype=np.int64),
         seconds=np.array([op.seconds for op in kernels], dtype=np.float64),
         workspace_bytes=np.array([op.workspace_bytes for op in kernels], dtype=np.int64),

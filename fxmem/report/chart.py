@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxmem.report.names import line_of
+from fxmem.report.regions import part_shown
 from fxmem.report.stacked import KINDS, Kind, Run
 from fxmem.schedule import Compute, Recompute, StartBackward
 
@@ -19,11 +20,13 @@ HEIGHT = 1000
 COLOURS: dict[Kind, str] = {
     "parameters": "parameters", "beside the graph": "beside", "inputs": "inputs", "gradients": "gradients",
     "outputs": "outputs", "saved": "saved", "recomputed": "recomputed", "in transfer": "transfer",
-    "temporary": "temporary",
+    "parts of a split region": "parts", "temporary": "temporary",
 }  # fmt: skip
 """Kind -> its variable in page.css."""
 LANES = ("forward", "backward", "recomputed", "wait")
 """What the compute stream does; also the names of the colours."""
+PARTS = ("parts", "parts-next")
+"""Colours of parts that follow each other."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,11 @@ def action_shown(run: Run, step: int) -> str:
     """An action for people: the op's name, or what is moved."""
     action = run.actions[step]
     if isinstance(action, (Compute, Recompute)):
-        return run.program.ops[action.op].shown + " (again)" * isinstance(action, Recompute)
+        return part_shown(run.program, run.program.ops[action.op]) + " (again)" * isinstance(action, Recompute)
     storage = getattr(action, "storage", None)
     if storage is None:
         return "backward starts"
-    return f"{type(action).__name__.lower()} {run.program.ops[run.program.producer[storage]].shown}"
+    return f"{type(action).__name__.lower()} {part_shown(run.program, run.program.ops[run.program.producer[storage]])}"
 
 
 def compute_lane(run: Run, axes: Axes) -> str:
@@ -170,6 +173,17 @@ def compute_lane(run: Run, axes: Axes) -> str:
             spans[name].append(at)
     busy = sorted(at for found in spans.values() for at in found)
     spans["wait"] = list(_gaps(busy, times[-1]))
+    return lane(spans, axes)
+
+
+def region_lane(run: Run, number: int, axes: Axes) -> str:
+    """When one split region runs, its parts in turns of two colours."""
+    times = edges(run)
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PARTS}
+    for step, action in enumerate(run.actions):
+        part = run.program.ops[action.op].part if isinstance(action, (Compute, Recompute)) else None
+        if part is not None and part.region == number:
+            spans[PARTS[part.number % 2]].append((times[step], times[step + 1]))
     return lane(spans, axes)
 
 
@@ -209,3 +223,8 @@ def step_curve(points: Sequence[tuple[float, float]], colour: str, is_dashed: bo
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in points[1:])
     dashes = ' stroke-dasharray="3 3"' if is_dashed else ""
     return f'<path class="curve" stroke="var(--{colour})"{dashes} d="{path}"/>'
+
+
+def dot(x: float, y: float, colour: str) -> str:
+    """A round mark, however the image is stretched."""
+    return f'<path class="dot" stroke="var(--{colour})" d="M{x:.1f} {y:.1f}h0"/>'

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fxmem.ir.program import Op, Program
 from fxmem.planners.plan import STAYS, Plan
+from fxmem.report.regions import part_shown
 from fxmem.schedule import Offload, Recompute, Reload, StartBackward
 from fxmem.units import format_bytes
 
@@ -70,7 +71,7 @@ def saved_tensors(plan: Plan) -> list[Saved]:
         decision: Decision = "offload" if storage in offloaded else "keep" if storage in kept else "recompute"
         cost_s = again.get(op.index, 0.0)
         stays = "" if decision == "offload" else reasons.get(str(storage), "")
-        row = Saved(storage, op.shown, op.target, nbytes[storage], decision, cost_s, op.source, stays)
+        row = Saved(storage, part_shown(program, op), op.target, nbytes[storage], decision, cost_s, op.source, stays)
         seconds, reason = _why(plan, op, row, copies.get(storage))
         rows.append(replace(row, op=op.index, module=op.module, seconds=seconds, reason=reason))
     return sorted(rows, key=lambda row: (-row.nbytes, row.storage))
@@ -130,4 +131,4 @@ def standing_at_peak(plan: Plan) -> list[Standing]:
 
 def _standing(plan: Plan, storage: int, nbytes: int, kind: Literal["resident", "saved", "temporary"]) -> Standing:
     op = plan.program.ops[plan.program.producer[storage]]
-    return Standing(op.shown, nbytes, kind, op.source, op.module)
+    return Standing(part_shown(plan.program, op), nbytes, kind, op.source, op.module)

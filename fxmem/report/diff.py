@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 from fxmem.planners.plan import Plan
 from fxmem.report.decisions import Saved, saved_tensors
+from fxmem.report.names import line_of
+from fxmem.report.regions import regions_of
 from fxmem.units import format_bytes
 
 NUM_ROWS = 20
@@ -15,8 +17,10 @@ _DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
 def difference(one: Plan, other: Plan) -> str:
     """What `other` is and does otherwise than `one`; values by size, `NUM_ROWS` of them."""
     lines = [*_figures(one, other)]
-    if one.program.fingerprint != other.program.fingerprint:
+    if one.program.reference.fingerprint != other.program.reference.fingerprint:
         lines.append(f"they are plans of different graphs: {one.program.shown}; {other.program.shown}")
+    elif one.program.fissions != other.program.fissions:
+        lines.append(f"runs in parts: {_split(one)} -> {_split(other)}")
     else:
         lines += _decisions(one, other)
         if not lines and one.actions != other.actions:
@@ -37,6 +41,10 @@ def _figures(one: Plan, other: Plan) -> Iterator[str]:
             yield f"{name}: {show(one)} -> {show(other)}"
 
 
+def _split(plan: Plan) -> str:
+    return ", ".join(f"{r.name} in {r.fission.num_parts} parts" for r in regions_of(plan.program)) or "nothing"
+
+
 def _exact(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
@@ -51,5 +59,6 @@ def _decisions(one: Plan, other: Plan) -> list[str]:
 
 
 def _sentence(old: Saved, new: Saved) -> str:
-    source = f" ({new.source})" if new.source else ""
+    place = ", ".join(filter(None, (new.module, line_of(new.source))))
+    source = f" ({place})" if place else ""
     return f"{new.name}, {format_bytes(new.nbytes)}: {_DONE[old.decision]} -> {_DONE[new.decision]}{source}"

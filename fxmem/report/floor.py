@@ -9,6 +9,7 @@ from fxmem.ir.program import Program
 from fxmem.planners.plan import Plan
 from fxmem.report.frontier import smallest
 from fxmem.report.names import line_of
+from fxmem.report.regions import part_shown
 from fxmem.report.stacked import KINDS, run_of
 from fxmem.schedule import Compute, Recompute
 from fxmem.schedule.simulate import resident_bytes
@@ -49,7 +50,7 @@ def floor_of(plan: Plan) -> Floor:
     op = least.program.ops[action.op] if isinstance(action, (Compute, Recompute)) else None
     return Floor(
         peak_bytes=least.peak_bytes,
-        op=op.shown if op else "",
+        op=part_shown(least.program, op) if op else "",
         module=op.module if op else "",
         line=line_of(op.source) if op else "",
         parts=tuple(part for part in parts if part[1]),

@@ -3,107 +3,79 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from fxmem.planners.plan import Plan
 from fxmem.report.chart import (
     COLOURS,
-    HEIGHT,
     LANES,
     Axes,
-    Words,
     binned,
     compute_lane,
     hover,
     lane,
+    region_lane,
     stack,
-    step_curve,
-    svg,
 )
 from fxmem.report.decisions import standing_at_peak
 from fxmem.report.floor import floor_of
-from fxmem.report.frontier import Point, frontier
+from fxmem.report.frontier_page import frontier_shown
 from fxmem.report.names import line_of, module_shown, short_source
+from fxmem.report.page import BINS, Page, box, bullets, figures, legend, seconds, table, y_labels
+from fxmem.report.regions import SplitRegion, bought, regions_of
 from fxmem.report.saved import Group, Row, by_module
 from fxmem.report.stacked import KINDS, Run, before_and_after
-from fxmem.report.text import figure_rows
+from fxmem.report.text import figure_rows, part_rows
 from fxmem.units import format_bytes
 
-BINS, NOTEBOOK_BINS = 1000, 400
+NOTEBOOK_BINS = 400
 _NUM_STANDING = 25
 _NUM_ROWS = 2000
 _OF_VALUES = ("module", "value", "#bytes", "=decision", "#seconds", "why", "line")
-_COLUMNS = {"#": ' class="n"', "=": ' class="k"'}
-_FOLDER = Path(__file__).parent
+_OF_REGIONS = ("region", "where", "how", "its largest value")
 
 
-class Page:
-    """One page under construction: sections, and the numbers that its script shows under the pointer."""
+def write_html(plan: Plan | Sequence[Plan], path: Path, beside: Sequence[Plan] = ()) -> None:
+    """Write the report of a plan, or of all plans of a loop, to `path`; it needs no network to be read.
 
-    def __init__(self, title: str, bins: int = BINS) -> None:
-        self.title, self.bins = title, bins
-        self.words = Words()
-        self.charts: list[dict[str, Any]] = []
-        self.body: list[str] = []
-
-    def add(self, *parts: str) -> None:
-        self.body += parts
-
-    def chart(self, image: str, labels: str, shown: dict[str, Any] | None = None, kind: str = "") -> str:
-        """A box with an image that answers to the pointer if there is something to show."""
-        attribute = ""
-        if shown is not None:
-            attribute = f' data-chart="{len(self.charts)}"'
-            self.charts.append(shown)
-        return f'<div class="chart {kind}"{attribute}>{image}{labels}</div>'
-
-    def __str__(self) -> str:
-        data = {"kinds": KINDS, "words": self.words.all, "bins": self.bins, "charts": self.charts}
-        text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-        style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{html.escape(self.title)}</title><style>{style}</style></head><body>"
-            f"<h1>{html.escape(self.title)}</h1>{''.join(self.body)}"
-            f'<script type="application/json" id="data">{text}</script><script>{script}</script></body></html>'
-        )
-
-
-def write_html(plan: Plan | Sequence[Plan], path: Path) -> None:
-    """Write the report of a plan, or of all plans of a loop, to `path`; it needs no network to be read."""
+    `beside`: plans of the same step, drawn on the frontier.
+    """
     plans = [plan] if isinstance(plan, Plan) else list(plan)
-    page = Page(f"fxmem: {plans[0].program.name}", max(BINS // len(plans), 200))
+    page = Page(_title(plans), max(BINS // len(plans), 200))
     if len(plans) > 1:
         links = (f'<a href="#plan{i}">{i + 1}: {format_bytes(p.peak_bytes)}</a>' for i, p in enumerate(plans))
         page.add(f"<nav>{len(plans)} plans, one for each kind of step: {''.join(links)}</nav>")
     for number, one in enumerate(plans):
-        page.add(f'<section class="plan" id="plan{number}">', *_sections(page, one), "</section>")
+        page.add(f'<section class="plan" id="plan{number}">', *_sections(page, one, beside), "</section>")
     path.write_text(str(page), encoding="utf-8")
 
 
 def notebook(plan: Plan) -> str:
     """The short report of a plan as a part of another page: nothing is planned for it."""
-    page = Page(f"fxmem: {plan.program.name}", NOTEBOOK_BINS)
+    page = Page(_title([plan]), NOTEBOOK_BINS)
     page.add(*_overview(page, plan))
     return f'<iframe srcdoc="{html.escape(str(page))}" style="width:100%;height:44rem;border:0"></iframe>'
 
 
-def _sections(page: Page, plan: Plan) -> Iterable[str]:
-    yield from _overview(page, plan)
-    points = frontier(plan)
-    yield f"<h2>What a smaller budget costs</h2>{_frontier(page, points, plan)}"
+def _title(plans: Sequence[Plan]) -> str:
+    """The step and its budget, where all plans have the same."""
+    budgets = {plan.budget_bytes for plan in plans}
+    (budget,) = budgets if len(budgets) == 1 else (None,)
+    return f"fxmem: {plans[0].program.name}" + (f" under {format_bytes(budget)}" if budget is not None else "")
+
+
+def _sections(page: Page, plan: Plan, beside: Sequence[Plan]) -> Iterable[str]:
+    yield from _overview(page, plan, f"<p>{html.escape(bought(plan).sentence)}</p>" if plan.program.fissions else "")
+    yield f"<h2>What a smaller budget costs</h2>{frontier_shown(page, plan, beside)}"
     floor = floor_of(plan)
     yield f"<h2>What holds the floor, and what would lower it</h2><p>{html.escape(floor.sentence)}</p>"
-    yield f"<ul>{''.join(f'<li>{html.escape(way)}</li>' for way in floor.ways)}</ul>"
+    yield bullets(floor.ways)
     yield f"<h2>What stands at the peak</h2>{_standing(plan)}"
 
 
-def _overview(page: Page, plan: Plan) -> Iterable[str]:
-    """Figures, memory before and after, lanes, saved tensors."""
+def _overview(page: Page, plan: Plan, bought_shown: str = "") -> Iterable[str]:
+    """Figures, memory before and after, lanes, split regions and what they bought, saved tensors."""
     before, after = before_and_after(plan)
     top = max(plan.peak_bytes, plan.baseline_peak_bytes, plan.budget_bytes or 0)
     axes = Axes(page.bins, max(_length(before), _length(after)), int(top * 1.04))
@@ -118,23 +90,12 @@ def _overview(page: Page, plan: Plan) -> Iterable[str]:
     yield f"<h3>After: as planned, {format_bytes(plan.peak_bytes)}</h3>"
     yield _memory(page, after, axes, plan.budget_bytes)
     yield from _lanes(after, axes)
+    yield from _regions(plan, bought_shown)
     yield f"<h2>Values that backward needs, by module</h2>{_saved(plan)}"
 
 
 def _length(run: Run) -> float:
     return run.result.seconds or float(len(run.actions))
-
-
-def figures(rows: Iterable[Sequence[str]]) -> str:
-    """(name, value) pairs as cards."""
-    cards = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in rows)
-    return f'<dl class="figures">{"".join(cards)}</dl>'
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(name, colour) pairs."""
-    items = (f'<li><i style="background:var(--{colour})"></i>{html.escape(name)}</li>' for name, colour in entries)
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _memory(page: Page, run: Run, axes: Axes, budget_bytes: int | None) -> str:
@@ -145,33 +106,16 @@ def _memory(page: Page, run: Run, axes: Axes, budget_bytes: int | None) -> str:
     return page.chart(image, labels, hover(run, at, page.words))
 
 
-def y_labels(axes: Axes, budget_bytes: int | None) -> str:
-    """The top, the middle, and the budget."""
-    found = [(axes.top_bytes, format_bytes(axes.top_bytes)), (axes.top_bytes // 2, format_bytes(axes.top_bytes // 2))]
-    if budget_bytes is not None:
-        found.append((budget_bytes, f"budget {format_bytes(budget_bytes)}"))
-    return "".join(
-        f'<span class="y" style="top:{axes.y(nbytes) / HEIGHT:.1%}{";left:auto;right:0" * (n == 2)}">{text}</span>'
-        for n, (nbytes, text) in enumerate(found)
-    )
-
-
 def _x_labels(axes: Axes, is_timed: bool) -> str:
     shown = seconds(axes.seconds) if is_timed else f"{axes.seconds:.0f} actions"
     return f'<span class="x" style="right:0">{shown}</span>'
 
 
-def seconds(value: float) -> str:
-    """1.5 s, 20.1 ms, 3.0 us."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"
-
-
 def _lanes(run: Run, axes: Axes) -> Iterable[str]:
     yield legend((name, name) for name in LANES)
     yield box("compute", compute_lane(run, axes))
+    for number, region in enumerate(regions_of(run.program)):
+        yield box(f"{region.name}, {region.fission.num_parts} parts", region_lane(run, number, axes))
     streams = dict.fromkeys(span.stream for span in run.result.spans if span.stream != "compute")
     for stream in streams:
         spans = [(span.start_s, span.end_s) for span in run.result.spans if span.stream == stream]
@@ -179,9 +123,23 @@ def _lanes(run: Run, axes: Axes) -> Iterable[str]:
         yield box(f"{stream.replace('_', ' ')}, {seconds(busy)}", lane({"transfer": spans}, axes))
 
 
-def box(name: str, image: str) -> str:
-    """A lane with its name above it."""
-    return f'<div class="lane"><span>{html.escape(name)}</span><div>{image}</div></div>'
+def _regions(plan: Plan, bought_shown: str) -> Iterable[str]:
+    """What runs part by part, or why nothing does."""
+    refusals = [text for name, text in part_rows(plan) if name == "not in parts"]
+    if plan.program.fissions:
+        rows = [list(map(html.escape, _region_cells(region))) for region in regions_of(plan.program)]
+        yield f"<h2>What runs part by part</h2>{table(_OF_REGIONS, rows)}{bought_shown}"
+    elif refusals:
+        yield f"<h2>Why nothing runs part by part</h2>{bullets(refusals)}"
+
+
+def _region_cells(region: SplitRegion) -> list[str]:
+    fission = region.fission
+    when = ", gradients made in forward" * fission.fuse
+    how = f"{fission.num_parts} parts of up to {region.rows} along dimension {fission.dim}{when}"
+    value = f"{format_bytes(region.part_bytes)} at once, {format_bytes(region.whole_bytes)} unsplit"
+    where = ", ".join(filter(None, (region.module, region.line)))
+    return [f"{region.name} ({region.num_ops} ops)", where, how, value * bool(region.part_bytes)]
 
 
 def _saved(plan: Plan) -> str:
@@ -215,18 +173,6 @@ def _cells(row: Row) -> list[str]:
     return [*cells, html.escape(row.reason), html.escape(line_of(row.source))]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; a heading that begins with # is of a column of numbers, with = of words that are not broken."""
-    kinds = [_COLUMNS.get(name[0], "") for name in head]
-    titles = "".join(f"<th{kind}>{name.lstrip('#=')}</th>" for name, kind in zip(head, kinds, strict=True))
-    lines = (
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
-    )
-    plain = ' class="plain"' * all(name.startswith("#") for name in head)
-    return f"<table{plain}><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
 def _standing(plan: Plan) -> str:
     rows = standing_at_peak(plan)
     shown = [
@@ -237,36 +183,3 @@ def _standing(plan: Plan) -> str:
     rest = rows[_NUM_STANDING:]
     more = f"<p>and {len(rest)} more, {format_bytes(sum(row.nbytes for row in rest))} together</p>" if rest else ""
     return table(["#bytes", "what", "=kind", "module", "line"], shown) + more
-
-
-def _frontier(page: Page, points: Sequence[Point], plan: Plan) -> str:
-    """Extra time and its bound over the budget, as a picture and in numbers."""
-    low, high = points[0].budget_bytes, max(points[-1].budget_bytes, points[0].budget_bytes + 1)
-    most = max(max(point.extra_s for point in points), 1e-12)
-
-    def at(nbytes: int, extra_s: float) -> tuple[float, float]:
-        return 1000 * (nbytes - low) / (high - low), HEIGHT * (1 - extra_s / (1.05 * most))
-
-    chosen = next(point for point in points if point.is_chosen)
-    x, y = at(chosen.budget_bytes, chosen.extra_s)
-    curves = [
-        step_curve([at(p.budget_bytes, p.bound_s) for p in points], "wait", is_dashed=True),
-        step_curve([at(p.budget_bytes, p.extra_s) for p in points], "backward"),
-        f'<path class="curve" stroke="var(--budget)" d="M{x:.1f} {HEIGHT}V{y:.1f}"/>',
-    ]
-    labels = (
-        f'<span class="y" style="top:0">{_percent(most, plan)} more time</span><span class="x" style="left:0">'
-        f'{format_bytes(low)}</span><span class="x" style="right:0">{format_bytes(high)}</span>'
-    )
-    image = page.chart(svg(1000, HEIGHT, curves, "extra time over the budget"), labels, kind="low")
-    rows = [
-        [format_bytes(p.budget_bytes) + " (this plan)" * p.is_chosen, format_bytes(p.peak_bytes),
-         _percent(p.extra_s, plan), _percent(p.bound_s, plan)]
-        for p in points
-    ]  # fmt: skip
-    note = "<p>Dashed: no plan of this graph adds less. Points beside this plan are planned with little effort.</p>"
-    return image + note + table(["#budget", "#predicted peak", "#extra time", "#lower bound"], rows)
-
-
-def _percent(extra_s: float, plan: Plan) -> str:
-    return f"{extra_s / plan.baseline_s:.2%}" if plan.baseline_s else seconds(extra_s)

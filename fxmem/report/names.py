@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 _INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
+_FILE = re.compile(r"[^\s()]*[/\\][^\s()]*?\.py(?=:\d+)")
 _PLACE = re.compile(r"^(?P<file>.*?):(?P<line>\d+): ?(?P<code>.*)$", re.DOTALL)
 
 
@@ -21,6 +22,16 @@ def line_of(source: str) -> str:
     """'file:line' of that, without the code."""
     place = _PLACE.match(source)
     return f"{short_path(place['file'])}:{place['line']}" if place else source
+
+
+def short_text(text: str) -> str:
+    """`text` with the files that it names like that."""
+    return _FILE.sub(lambda found: short_path(found[0]), text)
+
+
+def shortened(text: str, width: int) -> str:
+    """The end of `text`, `width` characters of it: of a path what says most."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
 def split_source(source: str) -> tuple[str, int, str]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxmem.report.chart import Axes, areas, lane
-from fxmem.report.html import Page, box, figures, legend, seconds, y_labels
+from fxmem.report.page import Page, box, bullets, figures, legend, seconds, y_labels
 from fxmem.units import format_bytes
 
 IntArray = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ def write_pipeline(
     for rank, row in enumerate(lanes):
         page.add(f"<h2>Rank {rank}: {format_bytes(plan.peak_bytes[rank])}</h2>")
         page.add(*_rank(page, row, axes, budget_bytes))
-    page.add(f"<h2>Stages</h2><ul>{''.join(f'<li>{html.escape(stage)}</li>' for stage in plan.stages)}</ul>")
+    page.add(f"<h2>Stages</h2>{bullets(plan.stages)}")
     path.write_text(str(page), encoding="utf-8")
 
 

@@ -1,13 +1,15 @@
-"""The saved-tensor table by module: blocks that are decided alike stand once, with a count."""
+"""The saved-tensor table by module: blocks, and parts of a split region, that are decided alike stand once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from fxmem.ir.program import Program
 from fxmem.planners.plan import Plan
 from fxmem.report.decisions import Decision, Saved, saved_tensors
+from fxmem.report.regions import num_parts
 
 _BLOCK = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?=\.|$)")
 Shape = tuple[tuple[str, str, int, Decision, str], ...]
@@ -52,7 +54,7 @@ class Group:
 def by_module(plan: Plan) -> list[Group]:
     """Every value that backward needs, by block of the model (a numbered module, or a module's path), largest first."""
     blocks: dict[str, list[Saved]] = {}
-    for saved in saved_tensors(plan):
+    for saved in _parts_together(plan.program, saved_tensors(plan)):
         blocks.setdefault(_block_of(saved.module), []).append(saved)
     alike: dict[tuple[str, Shape], list[str]] = {}
     for block, rows in blocks.items():
@@ -60,6 +62,26 @@ def by_module(plan: Plan) -> list[Group]:
         alike.setdefault((_BLOCK.sub(r"\g<before>*", block), _shape(block, rows)), []).append(block)
     groups = [_group(names, blocks[names[0]]) for names in alike.values()]
     return sorted(groups, key=lambda group: (-group.nbytes, group.name))
+
+
+def _parts_together(program: Program, rows: Iterable[Saved]) -> list[Saved]:
+    """`rows` with the parts of one value that are decided alike as one row, of all their bytes and seconds."""
+    found: dict[Hashable, list[Saved]] = {}
+    for row in rows:
+        part = program.ops[row.op].part
+        key = row.storage if part is None else (part.op, part.region, row.target, row.decision, row.stays)
+        found.setdefault(key, []).append(row)
+    return [_together(program, alike) for alike in found.values()]
+
+
+def _together(program: Program, rows: Sequence[Saved]) -> Saved:
+    part = program.ops[rows[0].op].part
+    if part is None:
+        return rows[0]
+    total = num_parts(program, part)
+    name = f"{part.op}, {len(rows)} of {total} parts" if len(rows) < total else f"{part.op}, its {total} parts"
+    nbytes, seconds, again = (sum(getattr(row, name) for row in rows) for name in ("nbytes", "seconds", "recompute_s"))
+    return replace(rows[0], name=name, nbytes=nbytes, seconds=seconds, recompute_s=again)
 
 
 def _block_of(module: str) -> str:

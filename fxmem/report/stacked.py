@@ -35,11 +35,13 @@ Kind = Literal[
     "saved",
     "recomputed",
     "in transfer",
+    "parts of a split region",
     "temporary",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """From the bottom of a stack to its top. "beside the graph": optimizer state, gradients from before, and the like;
-"temporary": what forward or backward makes and does not keep for the other, workspaces included."""
+"temporary": what forward or backward makes and does not keep for the other, workspaces included; "parts of a split
+region": what of that is made for one part of a region."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ def run_of(program: Program, actions: tuple[Action, ...], machine: Machine) -> R
 
 
 def before_and_after(plan: Plan) -> tuple[Run, Run]:
-    """The step with everything saved, and the step as planned."""
-    plain = baseline_actions(reduce_program(plan.program))
-    return run_of(plan.program, plain, plan.machine), run_of(plan.program, plan.actions, plan.machine)
+    """The step as it was captured, unsplit and with everything saved, and the step as planned."""
+    reference = plan.program.reference
+    plain = baseline_actions(reduce_program(reference))
+    return run_of(reference, plain, plan.machine), run_of(plan.program, plan.actions, plan.machine)
 
 
 def _bytes_of(program: Program, actions: Sequence[Action], result: SimResult) -> dict[Kind, npt.NDArray[np.int64]]:
@@ -90,8 +93,9 @@ def _residencies(
     gradients = {s for index in program.backward_outputs for s in program.ops[index].storages}
     outputs = {s for index in program.forward_outputs for s in program.ops[index].storages}
     copies = _copies(actions)
+    in_parts = {s for op in program.ops if op.part for s in program.allocates(op)}
     for storage, first, last in result.lifetimes:
-        kind: Kind = "temporary"
+        kind: Kind = "parts of a split region" if storage in in_parts else "temporary"
         if storage in gradients:
             kind = "gradients"
         elif storage in outputs:

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
 
-from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
+from fxmem.planners.plan import NOT_SPLIT, Plan
 from fxmem.report.decisions import saved_tensors, standing_at_peak
-from fxmem.report.names import short_source
+from fxmem.report.names import line_of, short_text, shortened
+from fxmem.report.regions import regions_of
 from fxmem.schedule import Offload, Recompute
 from fxmem.units import format_bytes
 
 NUM_ROWS = 12
+_WIDE, _NARROW = 110, 60
 _NUM_REFUSALS = 3
+_PEAK_FIXED = 33  # columns that are not names and lines
 
 
-def summary(plan: Plan, width: int = 110) -> str:
-    """The whole report, `width` columns wide."""
+def summary(plan: Plan, width: int | None = None) -> str:
+    """The whole report, `width` columns wide: by default as wide as the terminal, at most 110."""
+    width = width or max(_NARROW, min(_WIDE, shutil.get_terminal_size((_WIDE, 24)).columns))
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    for table in (figures(plan), _peak_table(plan), _saved_table(plan), _stays_table(plan)):
+    for table in (figures(plan), _peak_table(plan, width), _saved_table(plan), _stays_table(plan)):
         if table.row_count:
             console.print(table)
-    return str(console.file.getvalue()).rstrip() + "\n"  # type: ignore[attr-defined]
+    text = str(console.file.getvalue())  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines()) + "\n"
 
 
 def figures(plan: Plan) -> Table:
     """Baseline, budget, peak, extra time, bound, gap."""
     table = Table(title=f"plan of {plan.program.name} by {plan.planner}", show_header=False, title_justify="left")
-    for name, value in figure_rows(plan):
+    for name, value in [*figure_rows(plan), *part_rows(plan)]:
         table.add_row(name, value)
     return table
 
@@ -51,9 +57,13 @@ def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
     if moved:
         num = sum(isinstance(action, Offload) for action in plan.actions)
         rows.append(("offloaded", f"{num} storages, {format_bytes(moved)} moved both ways"))
-    rows += [("runs in parts", line) for line in plan.notes.get(SPLIT, [])]
-    rows += [("not in parts", line) for line in plan.notes.get(NOT_SPLIT, [])[:_NUM_REFUSALS]]
     return [*rows, ("solving took", f"{plan.solve_s:.2f} s")]
+
+
+def part_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What runs part by part, and why other things don't; nothing where that was not looked at."""
+    rows = [("runs in parts", region.sentence) for region in regions_of(plan.program)]
+    return rows + [("not in parts", short_text(line)) for line in plan.notes.get(NOT_SPLIT, [])[:_NUM_REFUSALS]]
 
 
 def line(plan: Plan, measured_bytes: int | None) -> str:
@@ -66,22 +76,25 @@ def line(plan: Plan, measured_bytes: int | None) -> str:
     share = plan.extra_s / plan.baseline_s if plan.baseline_s else 0.0
     parts.append(f"{share:.2%} more op time" + f" for {again} ops run again" * bool(again))
     if plan.program.fissions:
-        num_parts = " and ".join(str(fission.num_parts) for fission in plan.program.fissions)
-        parts.append(f"a region in {num_parts} parts")
+        split = (f"{region.name} in {region.fission.num_parts} parts" for region in regions_of(plan.program))
+        parts.append(", ".join(split))
     if plan.simulation.bytes_moved:
         tiers = " and ".join(dict.fromkeys(a.tier for a in plan.actions if isinstance(a, Offload)))
         parts.append(f"{format_bytes(plan.simulation.bytes_moved)} moved to the {tiers} and back")
     return "; ".join(parts)
 
 
-def _peak_table(plan: Plan) -> Table:
+def _peak_table(plan: Plan, width: int) -> Table:
     table = Table(title="what stands at the peak", title_justify="left")
-    for name in ("bytes", "what", "kind", "source"):
-        width = {"bytes": 10, "kind": 9}.get(name)
-        table.add_column(name, justify="right" if width == 10 else "left", no_wrap=True, min_width=width)
+    names = (width - _PEAK_FIXED) // 2
+    lines = width - _PEAK_FIXED - names
+    table.add_column("bytes", justify="right", no_wrap=True, width=11)
+    table.add_column("what", no_wrap=True, width=names)
+    table.add_column("kind", no_wrap=True, width=9)
+    table.add_column("line", no_wrap=True, width=lines)
     rows = standing_at_peak(plan)
     for row in rows[:NUM_ROWS]:
-        table.add_row(format_bytes(row.nbytes), row.name, row.kind, short_source(row.source))
+        table.add_row(format_bytes(row.nbytes), row.name, row.kind, shortened(line_of(row.source), lines))
     if len(rows) > NUM_ROWS:
         rest = rows[NUM_ROWS:]
         table.add_row(format_bytes(sum(row.nbytes for row in rest)), f"{len(rest)} more", "", "")

@@ -54,6 +54,7 @@ def _step_for(module: fx.GraphModule, made: Settings) -> Step:
     if call is not None:
         _steps[:] = [(ref, other) for ref, other in _steps if ref() is not None]
         _steps.append((weakref.ref(call), step))
+        compat.hold_settings()
     return step
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fxmem import compat
-from fxmem.analysis.region import Region, is_tensor, nbytes
+from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
 from fxmem.analysis.regions import grow, obstacle
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
@@ -87,7 +87,7 @@ class Candidates:
                 yield fused
 
     def _finest(self, seed: int, dim: int, least_bytes: int) -> Region:
-        """The region along `dim` in as many parts as leave it as large as it is in two; refused if it isn't worth it."""
+        """The region along `dim` in as many parts as leave it as large as it is in two; refused if not worth it."""
         size = self._joint.nodes[seed].meta["val"].shape[dim]
         found = Region(Fission(seed, dim, (0, size)), refused=f"dimension {dim} has one element")
         for num_parts in _numbers_of_parts(size):
@@ -108,20 +108,25 @@ class Candidates:
 
 
 def _batched(joint: JointGraph) -> Iterator[fx.Node]:
-    """What ops make of the step's arguments, and is no gradient that is returned: values that may have a batch in them."""
+    """What ops make of the step's arguments, but for gradients that are returned: what may have a batch in it."""
     returned = {storage for node in joint.outputs[joint.num_forward_outputs :] for storage in _storages(node)}
     static, varying = set(joint.static_inputs), set[fx.Node]()
     for node in joint.nodes:
         is_argument = node.op == "placeholder" and node.name not in static
         if is_argument or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
-            if node.op == "call_function" and is_tensor(node) and returned.isdisjoint(_storages(node)):
+            if _owns_bytes(node) and returned.isdisjoint(_storages(node)):
                 yield node
 
 
 def _storages(node: Any) -> Iterator[int]:
     if isinstance(node, fx.Node) and is_tensor(node):
         yield compat.storage_key(node.meta["val"])
+
+
+def _owns_bytes(node: fx.Node) -> bool:
+    """Does an op make the tensor, and not as a view: expanded, that may seem large and take no memory?"""
+    return node.op == "call_function" and is_tensor(node) and base_of(node) is None
 
 
 def described(joint: JointGraph, fissions: tuple[Fission, ...]) -> list[str]:

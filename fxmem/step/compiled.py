@@ -34,14 +34,16 @@ from fxmem.report.text import line
 from fxmem.schedule import Machine, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.fission import cheapest
-from fxmem.step.graph import Graph, Variant, storages_of
-from fxmem.step.held_tensors import reachable_tensors, storages
+from fxmem.step.graph import Graph, Variant, code_beside, storages_of
+from fxmem.step.held_tensors import reachable_tensors
 from fxmem.step.joined import Segment
+from fxmem.step.kinds import Kinds
 from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
+from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
-from fxmem.step.parallel import why_no_graph
-from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.step.parallel import parallel_bytes, why_no_graph
 from fxmem.step.sampling import Sampling
+from fxmem.step.standing import Standing
 
 NUM_RETRIES = 3
 _MARGIN = 0.025  # of the budget, per retry after the first
@@ -65,26 +67,24 @@ class Step:
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
         self.function = function
         self.settings = settings
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self._notice_parameters()
         self._num_retries = 0
         self._measured_peak_bytes: int | None = None
         self._number = next(_owners)
         self._recent: deque[Known] = deque(maxlen=_NUM_RECENT)
         self._carried: list[Call] = []
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._known: dict[tuple[Key, ...], Known] = {}
+        self._kinds = Kinds()
         self._episode: Episode | None = None
         self._ended: Episode | None = None
         self._last: list[Plan] = []
         self._whole: Plan | None = None
         self._is_told = False
-        self._budget_bytes: int | None = None  # what a fraction or "min" came to
+        self._limit = Limit(settings.budget)
         self._arguments: tuple[Any, ...] | None = None
-        self._gradient_bytes = 0
-        self._optimizer_bytes = optimizer_bytes(settings.optimizer)
+        self._standing = Standing(function, settings.optimizer)
         self._num_calls = itertools.count()
-        self._num_runs = 0
+        self._num_runs = self._num_finished = 0
+        self._with_numbers: Callable[..., Any] | None = None
         self.sampling = Sampling()
 
     # what a user reads
@@ -109,10 +109,7 @@ class Step:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of the function's modules when a graph was captured last: adapters that are put on later are, too."""
-        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
-
-    def _notice_parameters(self) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters_of(self.function)]
+        return self._standing.parameters
 
     @property
     def num_retries(self) -> int:
@@ -128,29 +125,27 @@ class Step:
     def budget_bytes(self) -> int | None:
         """What measured peaks are held to; None: no limit, or a fraction of a step that was not seen yet."""
         self._settle()
-        if self._budget_bytes is not None:
-            return self._budget_bytes
-        limit = resolve_budget(self.settings.budget)
-        return limit if isinstance(limit, int) else None
+        return self._limit.nbytes
 
     def set_budget(self, budget: Budget) -> None:
         """Hold the step to another budget from its next call on. Raises OptionError."""
-        limit = resolve_budget(budget)
+        limit = Limit(budget)
         self._settle()
         self.settings = replace(self.settings, budget=budget)
         self._num_retries = 0
-        self._budget_bytes = None
-        for known in self._known.values():
+        self._limit = limit
+        kinds = list(self._kinds)
+        for known in kinds:
             known.margin_bytes = known.num_retries = 0
             known.failure, known.needs_plan = None, True
             known.is_improved = known.is_verified = known.is_least = False
-        if isinstance(limit, float) and self._known:
-            self._fix_fraction(max(known.unplanned_bytes for known in self._known.values()))
+        if kinds:
+            limit.see(max(known.unplanned_bytes for known in kinds))
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page with the plans of all kinds of steps seen so far. Raises LookupError before the first."""
         self._settle()
-        plans = {id(kind.plan): kind.plan for kind in self._known.values()}
+        plans = {id(kind.plan): kind.plan for kind in self._kinds}
         write_html(list(plans.values()) or [self.plan], Path(path))
 
     # running
@@ -158,8 +153,8 @@ class Step:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend of this step."""
         graph = Graph(module, self.settings)
-        self._notice_parameters()
-        arguments = storages_of(example_inputs, self._device)
+        self._standing.notice_parameters()
+        arguments = storages_of(example_inputs, self._standing.device)
         graph.compile(lambda made: self._first_plan(made, {}, arguments), example_inputs)
         self._graphs.add(graph)
         if self._episode is not None:
@@ -171,7 +166,23 @@ class Step:
         return run
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is."""
+        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is.
+
+        A graph that can't do without splitting is captured anew with numbers for sizes where Dynamo had made symbols
+        of those that were seen to change: from then on every size has a graph of its own.
+        """
+        before = self._num_finished
+        try:
+            return self._call(self._with_numbers or compiled, args, kwargs)
+        except BudgetInfeasible as error:
+            can_change = error.is_unsplit and self.settings.dynamic is None and self.settings.capture == "dynamo"
+            if not can_change or self._with_numbers is not None or self._num_finished != before:
+                raise
+        _LOGGER.info("the step has to be split to fit: from now on it is compiled for each size of its inputs")
+        self._with_numbers = compat.isolated_compile(self.function, self.backend, dynamic=False)
+        return self._call(self._with_numbers, args, kwargs)
+
+    def _call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._arguments, before = (args, kwargs), self._num_runs
         try:
             if torch.is_grad_enabled():
@@ -203,10 +214,12 @@ class Step:
             is_unsure = known is None or not known.is_verified
             if is_unsure or (self._arguments is None and self.sampling.is_due):
                 self._trace(episode, args)
-        arguments = storages_of(args, self._device) if self._is_held else []
+        arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
         variant = known.variants[len(episode.plans)] if known else self._suitable(graph, values, arguments)
-        return episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        self._num_finished += 1
+        return result
 
     def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
@@ -243,13 +256,12 @@ class Step:
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
         is_whole = not more or self._arguments is None
-        tensors = reachable_tensors((self.function, self.settings.optimizer, self._arguments, more))
-        episode.start_trace(tensors, device_of(tensors), is_whole)
-        episode.gradient_bytes = gradient_bytes(self.parameters)
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.parameters if p.device.type == "cuda"), torch.device("cpu"))
+        is_own = self._standing.is_of_function(more)
+        function = self.function if is_own else None
+        tensors = reachable_tensors((function, self.settings.optimizer, self._arguments, more))
+        hidden_bytes = parallel_bytes(self.function) if is_own else 0
+        episode.start_trace(tensors, device_of(tensors), is_whole, hidden_bytes)
+        episode.gradient_bytes = self._standing.existing_gradient_bytes(more)
 
     def _noticed_end(self) -> None:
         """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""
@@ -262,8 +274,8 @@ class Step:
         if episode is None or not episode.plans:
             return
         plans = episode.plans
-        self._known = {prefix: known for prefix, known in self._known.items() if known.is_alive}
-        known = self._known.get(episode.prefix) if self._is_held else None
+        self._kinds.drop_dead()
+        known = self._kinds.get(episode.prefix) if self._is_held else None
         levels = episode.levels
         if levels is not None and self._is_held:
             known = self._learn(episode, levels)
@@ -275,9 +287,9 @@ class Step:
             _LOGGER.info("first step: %s", line(self.plan, self._measured_peak_bytes))
 
     def _learn(self, episode: Episode, levels: Mapping[Segment, Level]) -> Known:
-        before = self._like(episode.prefix)
-        gradients = self._gradient_bytes - episode.gradient_bytes
-        known = learn(episode, levels, gradients + self._missing_optimizer_bytes())
+        before = self._kinds.like(episode.prefix)
+        gradients = self._standing.gradient_bytes - episode.gradient_bytes
+        known = learn(episode, levels, gradients + self._standing.missing_optimizer_bytes())
         if before is not None:
             known.num_retries, known.margin_bytes = before.num_retries, before.margin_bytes
             known.is_improved, known.is_least = before.is_improved, before.is_least
@@ -285,49 +297,19 @@ class Step:
                 self._recent.remove(before)
             if before.prefix != known.prefix and before.unplanned_bytes > known.unplanned_bytes:
                 before.plan, known = known.plan, before  # of larger sizes: the kind to be ready for
-        self._remember(known)
+        self._kinds.remember(known)
         self._measured_peak_bytes = episode.peak_bytes
-        if isinstance(resolve_budget(self.settings.budget), float) and self._budget_bytes is None:
-            self._fix_fraction(known.unplanned_bytes)
+        self._limit.see(known.unplanned_bytes)
         self._verify(known, episode)
         return known
 
-    def _missing_optimizer_bytes(self) -> int:
-        """Of the named optimizer's state, which counts from the start: what does not exist yet."""
-        optimizer = self.settings.optimizer
-        return self._optimizer_bytes if optimizer is not None and not optimizer.state else 0
-
-    def _fix_fraction(self, unplanned_bytes: int) -> None:
-        """A fraction is one of the first step's peak without a plan, in bytes from then on."""
-        share = resolve_budget(self.settings.budget)
-        assert isinstance(share, float)
-        self._budget_bytes = int(share * unplanned_bytes)
-
-    def _remember(self, known: Known) -> None:
-        """Of kinds that begin alike, the most demanding is the one to expect."""
-        numbers = [key[0] for key in known.prefix]
-        several = len(numbers) > 1
-
-        def is_replaced(other: Known) -> bool:
-            return other.prefix == known.prefix or (several and [key[0] for key in other.prefix] == numbers)
-
-        self._known = {p: k for p, k in self._known.items() if k.is_alive and not is_replaced(k)}
-        for length in range(1, len(known.prefix) + 1):
-            other = self._known.get(known.prefix[:length])
-            if other is None or length == len(known.prefix) or other.unplanned_bytes < known.unplanned_bytes:
-                self._known[known.prefix[:length]] = known
-
     def _see_gradients(self, args: Sequence[Any]) -> None:
         """More gradients stand than in any step before: they count in every plan from now on."""
-        existing = gradient_bytes([*self.parameters, *(x for x in args if isinstance(x, nn.Parameter))])
-        more = existing - self._gradient_bytes
-        if more <= 0:
+        more = self._standing.new_gradient_bytes(args)
+        if not more:
             return
-        self._gradient_bytes = existing
-        limit = resolve_budget(self.settings.budget)
-        if isinstance(limit, float) and self._budget_bytes is not None:
-            self._budget_bytes += int(limit * more)
-        for known in dict.fromkeys(self._known.values()):
+        self._limit.grow(more)
+        for known in self._kinds:
             known.add_bytes(more)
             limit_bytes = self._limit_of(known)
             known.needs_plan |= limit_bytes is None or known.plan.peak_bytes > limit_bytes
@@ -345,7 +327,7 @@ class Step:
             return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
-        foreseen_bytes = limit if len(known.parts) > 1 else expected_bytes  # several were planned without each other
+        foreseen_bytes = limit if known.may_be_several else expected_bytes
         has_room = foreseen_bytes - known.plan.peak_bytes > _SLACK * limit and self.settings.budget != "min"
         is_tried = known.is_improved or known.is_least
         if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
@@ -368,6 +350,8 @@ class Step:
         # allocates otherwise than the graph, and a plan for a few bytes less may change nothing: ask for more.
         if known.num_retries:
             known.margin_bytes += over_bytes + int(_MARGIN * known.num_retries * limit)
+            if self.settings.inner == "inductor" and any(known.fissions):
+                known.refuse_parts()
         known.num_retries += 1
         self._num_retries += 1
         known.needs_plan = True
@@ -377,7 +361,7 @@ class Step:
 
     def _expected(self, episode: Episode, key: Key) -> Known | None:
         """The known kind of step that begins as this one does, planned if need be. Raises BudgetInfeasible."""
-        known = self._find((*episode.prefix, key)) if self._is_held else None
+        known = self._kinds.find((*episode.prefix, key)) if self._is_held else None
         if known is None:
             return None
         if not episode.calls:
@@ -389,25 +373,10 @@ class Step:
                     self._plan(known)
         return known
 
-    def _find(self, prefix: tuple[Key, ...]) -> Known | None:
-        """The kind that begins so; for calls of several graphs also one of other sizes, the most demanding."""
-        known = self._known.get(prefix)
-        if known is not None:
-            return known if known.is_alive else None
-        numbers = [key[0] for key in prefix]
-        alike = (k for k in self._known.values() if len(k.prefix) > 1 and k.is_alive)
-        alike = (k for k in alike if [key[0] for key in k.prefix[: len(prefix)]] == numbers)
-        return max(alike, key=lambda k: k.unplanned_bytes, default=None)
-
-    def _like(self, prefix: tuple[Key, ...]) -> Known | None:
-        """The kind that a step of these calls belongs to; of several graphs, other sizes are the same kind."""
-        known = self._find(prefix)
-        return known if known is not None and len(known.prefix) == len(prefix) else None
-
     def _plan(self, known: Known) -> None:
         """Plan all calls of a kind of step together. Raises BudgetInfeasible."""
         graphs = [graph for ref in known.graphs if (graph := ref()) is not None]
-        budget = self._limit_or_asked
+        budget = self._budget
 
         def solve(fissions: StepFissions, share: float) -> Plan:
             return known.planned(fissions, self.settings, budget, share)
@@ -423,7 +392,7 @@ class Step:
         plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
         before = known.variants
         known.variants = [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
-        in_use = {id(variant.code) for kind in self._known.values() for variant in kind.variants}
+        in_use = {id(variant.code) for kind in self._kinds for variant in kind.variants}
         for graph, variant in zip(graphs, before, strict=True):
             if id(variant.code) not in in_use:
                 graph.forget(variant)
@@ -440,13 +409,13 @@ class Step:
         return replace(plan, budget_bytes=error.budget_bytes)
 
     @property
-    def _limit_or_asked(self) -> Budget:
-        asked = self.settings.budget
-        return asked if asked == "min" or self.budget_bytes is None else self.budget_bytes
+    def _budget(self) -> Budget:
+        self._settle()
+        return self._limit.budget
 
     def _suitable(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
         """For a call in a step of no known kind: the fastest variant that fits beside what stands, or a new one."""
-        limit = self._limit_or_asked
+        limit = self._budget
         program = graph.captured.program.at(values)
         if self.settings.plan is None and limit is not None:
             beside = self._beside_bytes(graph, program, arguments) + self._guess_bytes(graph, program)
@@ -485,11 +454,11 @@ class Step:
                 names = " and ".join(map(graph.input_name, forbidden))
                 raise PlanMismatch(f"the plan computes again from {names}, overwritten between forward and backward")
             return plan
-        limit = self._limit_or_asked
+        limit = self._budget
         if limit is None:
             return graph.forms.plan(program, None)
         beside = self._beside_bytes(graph, program, arguments)
-        if graph.break_reason is not None:
+        if graph.may_be_followed:
             limit = "min"  # more graphs follow, and nobody knows yet what they need
         guess = 0 if limit == "min" else self._guess_bytes(graph, program)
         for more in dict.fromkeys((guess, 0)):
@@ -508,7 +477,8 @@ class Step:
         The step is over its budget, once: then it is known. Raises `error` where nothing else is in flight.
         """
         if not error.actions or self._episode is None or not self._episode.open_calls:
-            raise error
+            beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
+            raise error.of(error.asked, error.graph, beside) from error
         _LOGGER.warning(
             "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
             "where that can't be, take a first step on a small batch"
@@ -520,7 +490,7 @@ class Step:
 
     def _guess_bytes(self, graph: Graph, program: Program) -> int:
         """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""
-        for known in self._known.values():
+        for known in self._kinds:
             if known.prefix[0][0] == graph.number and len(known.parts) == 1:
                 return known.beside_at(program)
         tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
@@ -528,20 +498,10 @@ class Step:
         return _LOSS * sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
 
     def _beside_bytes(self, graph: Graph, program: Program, arguments: Sequence[tuple[int, int]]) -> int:
-        """Bytes that stand beside `program` as it runs now: what it does not take of the model and of the user's call,
-        gradients, optimizer state, what earlier calls saved, and what else was made since the step began."""
-        episode = self._episode
-        given = {address for address, _ in arguments}
-        beside = self._gradient_bytes + self._optimizer_bytes
-        beside += beside_graph_bytes(self.function, program, first_graph=graph.break_reason is not None)
-        beside += sum(call.variant.saved_bytes for call in self._carried if call.is_open)
-        held = storages(reachable_tensors(self._arguments), self._device) if any(given) else {}
-        beside += sum(nbytes for address, nbytes in held.items() if address not in given)
-        if episode is None:
-            return beside
-        if episode.is_traced:
-            return beside + episode.allocated_beside(given)
-        return beside + sum(call.variant.saved_bytes for call in episode.open_calls)
+        """Bytes that stand beside `program` as it runs now."""
+        in_use = {address for address, _ in arguments}
+        is_first = graph.may_be_followed
+        return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, self._episode)
 
 
 def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:

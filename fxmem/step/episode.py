@@ -102,14 +102,17 @@ class Episode:
 
     # measuring
 
-    def start_trace(self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool) -> None:
-        if device.type == "cpu" and compat.default_store() is not None:
+    def start_trace(
+        self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool, hidden_bytes: int = 0
+    ) -> None:
+        """`hidden_bytes`: that stand on `device` beside `tensors`."""
+        if device.type == "cpu" and compat.has_reducer():
             return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         held = storages(tensors, device)
         trace = MemoryTrace(device, watched=tensors, owner=self.owner)
         if trace.begin():
             self.trace, self.is_whole = trace, is_whole
-            self.start_bytes, self._known = sum(held.values()), set(held)
+            self.start_bytes, self._known = sum(held.values()) + hidden_bytes, set(held)
 
     @property
     def is_traced(self) -> bool:
@@ -299,6 +302,7 @@ def _fields(level: Level) -> tuple[int, int, int, int]:
     return level.before, level.start, level.peak, level.end
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dropped(episode: weakref.ref[Episode], call: Call) -> None:
     call.drop()
     found = episode()
@@ -312,6 +316,7 @@ class _BackwardHook:
     def __init__(self, episode: Episode, call: Call) -> None:
         self.episode, self.call = episode, call
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, grad: Tensor) -> None:
         self.episode.backward_starts(self.call)
 
@@ -322,6 +327,7 @@ class _Backward:
     def __init__(self, episode: Episode, call: Call, hook: _BackwardHook) -> None:
         self.episode, self.call, self.hook = episode, call, hook
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
         arguments = self.call.arguments
         assert arguments is not None
@@ -349,6 +355,7 @@ class _Backward:
                 gradient.register_hook(self._differentiated)
         return tuple(found)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _differentiated(self, _: Tensor) -> None:
         """Keeps `hook`, and so the call open, while there may be a backward of its gradients."""
         self.episode.second_backward_starts(self.call)
@@ -360,6 +367,7 @@ class _EndMark:
     def __init__(self, owner: int, number: int) -> None:
         self.owner, self.number = owner, number
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: Any) -> None:
         mark(self.owner, f"B- {self.number}")
 
@@ -373,9 +381,11 @@ class _WhenDropped:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self) -> None:
         """Nothing to do yet."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __del__(self) -> None:
         self.episode.backward_ended()
 

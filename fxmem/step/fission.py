@@ -17,6 +17,7 @@ from fxmem.ir.program import Program
 from fxmem.planners.plan import Plan, baseline_actions, unplanned
 from fxmem.planners.problem import reduce_program
 from fxmem.planners.recompute.bound import least_bytes
+from fxmem.planners.recompute.interleaved import interleaved
 from fxmem.schedule import simulate
 
 T = TypeVar("T", bound=Hashable)
@@ -66,7 +67,9 @@ def look(key: T, program: Program) -> Outlook[T]:
     problem = reduce_program(program)
     peak_bytes = simulate(program, baseline_actions(problem)).peak_bytes
     split_s = problem.baseline_s - reduce_program(program.reference).baseline_s if program.unsplit else 0.0
-    return Outlook(key, least_bytes(problem), peak_bytes, split_s)
+    anywhere = interleaved(program)
+    least = least_bytes(problem) if anywhere is None else min(least_bytes(problem), least_bytes(anywhere))
+    return Outlook(key, least, peak_bytes, split_s)
 
 
 def _bytes(budget: Budget, program: Program) -> int | None:

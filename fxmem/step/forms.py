@@ -10,6 +10,7 @@ from typing import Any
 from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.capture import JointGraph
+from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Fission, Op, Program
 from fxmem.options import Settings
 from fxmem.planners.plan import NOT_SPLIT, SPLIT, Plan
@@ -18,6 +19,8 @@ from fxmem.step.fission import cheapest
 from fxmem.step.graph_plan import annotated_program, plan_form
 
 Fissions = tuple[Fission, ...]
+_MOST_COMPILED = 2000
+"""So many ops inductor compiles in minutes."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Forms:
         self.settings, self.may_run = settings, may_run
         self._made: dict[Fissions, Form] = {(): Form(joint, annotated_program(joint, settings, may_run))}
         self._pinned: frozenset[int] = frozenset()
+        self._fault: str | None = None
 
     @property
     def unsplit(self) -> Form:
@@ -70,9 +74,20 @@ class Forms:
 
     @property
     def others(self) -> list[Fissions]:
-        """How else it may be split."""
-        is_open = self.settings.fission == "auto" and self.settings.planner == "auto" and self.settings.inner == "eager"
-        return self._candidates.fissions if is_open else []
+        """How else it may be split: under inductor, which compiles each part alone, a large graph not as a whole."""
+        found = self._candidates.fissions if self._is_open else []
+        return [f for f in found if self.settings.inner == "eager" or all(map(self._is_short, f))]
+
+    @property
+    def _is_open(self) -> bool:
+        return self.settings.fission == "auto" and self.settings.planner == "auto" and self._fault is None
+
+    def _is_short(self, fission: Fission) -> bool:
+        return bool(fission.min_bytes) or fission.num_parts * len(self.unsplit.program.ops) <= _MOST_COMPILED
+
+    def refuse_parts(self) -> None:
+        """Compiled, split forms were measured to need more than they should: no more are tried."""
+        self._fault = "compiled by inductor, parts were measured to need more than they should one by one"
 
     @cached_property
     def _candidates(self) -> Candidates:
@@ -82,7 +97,8 @@ class Forms:
         """For a report: what is split, or why nothing could be, once that was looked at."""
         if fissions:
             return {SPLIT: described(self.unsplit.joint, fissions)}
-        refusals = self._candidates.refusals if "_candidates" in vars(self) else []
+        refusals = list(self._candidates.refusals) if "_candidates" in vars(self) else []
+        refusals += [self._fault] if self._fault is not None else []
         return {NOT_SPLIT: refusals} if refusals else {}
 
     def plan(self, program: Program, budget: Budget) -> Plan:
@@ -94,7 +110,11 @@ class Forms:
         def solve(fissions: Fissions, share: float) -> Plan:
             return plan_form(program_of(fissions), self.form(fissions).joint, self.settings, budget, share)
 
-        fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)
+        try:
+            fissions, plan = cheapest(self.asked, lambda: self.others, program_of, solve, budget)
+        except BudgetInfeasible as error:
+            error.is_unsplit = self._is_open and program.is_symbolic
+            raise
         return replace(plan, notes={**plan.notes, **self.notes(fissions)})
 
 

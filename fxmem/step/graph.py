@@ -59,19 +59,28 @@ Choose = Callable[["Graph"], Plan]
 
 
 class Graph:
-    """`program`: with costs, sizes as symbols where Dynamo made them so. `break_reason`: why more graphs follow."""
+    """`program`: with costs, sizes as symbols where Dynamo made them so. `break_reason`: why more graphs follow.
+    `resumed_at`: the line of a break that this one follows. `is_inner`: code calls it that is in no graph.
+    """
 
     def __init__(self, module: fx.GraphModule, settings: Settings) -> None:
         self.number = next(_numbers)
         self.module, self.settings = module, settings
         self.fake_inputs = compat.fake_inputs(module)  # not Dynamo's examples: those may be the user's own tensors
         self.break_reason = compat.graph_break(module)
+        self.resumed_at = compat.resumed_at(module)
+        self.is_inner = self.resumed_at is None and compat.is_inner_frame()
         self._forms: Forms | None = None
         self.autocast = compat.autocast_now()
         self.pinned: frozenset[int] = frozenset()
         self._trace = compat.AotTrace()
         self.variants: list[Variant] = []
         self._transfers: Transfers | None = None
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Is it known of the graph alone that it need not be all of a step?"""
+        return self.break_reason is not None or self.is_inner
 
     @property
     def forms(self) -> Forms:
@@ -189,6 +198,16 @@ class Graph:
     def gradients(self) -> dict[int, int]:
         """See `gradients_of`."""
         return gradients_of(self.captured.joint, self.captured.program)
+
+
+def code_beside(graphs: Iterable[Graph]) -> list[str]:
+    """What runs before and between `graphs` where torch broke them, for an error's text."""
+    known = list(graphs)
+    reasons = list(dict.fromkeys(graph.break_reason for graph in known if graph.break_reason is not None))
+    if reasons:
+        return [f"what runs between its graphs, after {'; '.join(reasons[:3])}"]
+    lines = [graph.resumed_at for graph in known if graph.resumed_at is not None]
+    return [f"what runs before {lines[0]}, where torch breaks the graph"] if lines else []
 
 
 def _is_same_code(one: Program, other: Program) -> bool:

@@ -85,14 +85,12 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
         )
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code, or a function defined in it, loads as globals."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+    loaded = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (name for c in code.co_consts if isinstance(c, types.CodeType) for name in _global_names(c))
+    return tuple(dict.fromkeys((*loaded, *inner)))
 
 
 def _attributes(value: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxmem.ir.program import Op, Program, Region, Storage
+from fxmem.ir.program import Part as SplitPart
 from fxmem.schedule import Action, Compute, Recompute, StartBackward
 
 Segment = tuple[Region, int]
@@ -249,7 +250,13 @@ class _Joiner:
         storages = tuple(self._new_storage(call, s) for s in op.storages)
         args = tuple(self.op_at[call, a] for a in op.args)
         mutates = tuple(self.storage_at[call, s] for s in op.mutates)
-        return self.append(replace(op, args=args, storages=storages, mutates=mutates), (call, op.index))
+        joined = replace(op, args=args, storages=storages, mutates=mutates, part=self._part(call, op))
+        return self.append(joined, (call, op.index))
+
+    def _part(self, call: int, op: Op) -> SplitPart | None:
+        """Regions are numbered through all calls."""
+        before = sum(len(part.program.fissions) for part in self.parts[:call])
+        return op.part and replace(op.part, region=op.part.region + before)
 
     def add_backward(self, call: int) -> None:
         part = self.parts[call]
@@ -289,6 +296,7 @@ class _Joiner:
             backward_outputs=tuple(dict.fromkeys(self.backward_outputs)),
             static=tuple(sorted(static)),
             extra_resident_bytes=self.beside.throughout,
+            fissions=tuple(fission for part in self.parts for fission in part.program.fissions),
             unsplit=self._unsplit(),
         )
         owners = {joined: at for at, joined in self.storage_at.items() if self._owns(at)}

@@ -14,7 +14,7 @@ from fxmem.planners.plan import Plan, judge, unplanned
 from fxmem.schedule import Action, Compute, SimResult, simulate
 from fxmem.step.episode import Call, Episode, Key, Level
 from fxmem.step.forms import Fissions, Forms
-from fxmem.step.graph import Graph, Variant
+from fxmem.step.graph import Graph, Variant, code_beside
 from fxmem.step.graph_plan import plan_form, plan_joined
 from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
 
@@ -65,6 +65,11 @@ class Known:
         return len(self.parts) == 1 and not self.beside.during and not self.beside.before and not self.parts[0].dropped
 
     @property
+    def may_be_several(self) -> bool:
+        """Was the first plan made before anyone knew what else is called, or that nothing is?"""
+        return len(self.parts) > 1 or any(g.may_be_followed for ref in self.graphs if (g := ref()) is not None)
+
+    @property
     def forms(self) -> list[Forms]:
         """Of the graph of each call."""
         return [graph.forms for ref in self.graphs if (graph := ref()) is not None]
@@ -82,6 +87,11 @@ class Known:
             for split in dict.fromkeys(own)
             for fissions in split.others
         ]
+
+    def refuse_parts(self) -> None:
+        """See `Forms.refuse_parts`, of every graph."""
+        for forms in self.forms:
+            forms.refuse_parts()
 
     def joined(self, fissions: StepFissions | None = None) -> Joined:
         """The step as one program, with what was measured beside it and the margin of its retries."""
@@ -138,10 +148,8 @@ class Known:
 
     @property
     def unplanned_code(self) -> str:
-        """Where code runs between the graphs that no plan reaches, for an error's text."""
-        reasons = dict.fromkeys(graph.break_reason for ref in self.graphs if (graph := ref()) is not None)
-        named = [reason for reason in reasons if reason is not None]
-        found = [f"what runs between its graphs, after {'; '.join(named[:3])}"] if named else []
+        """What runs that no plan reaches, for an error's text."""
+        found = code_beside([graph for ref in self.graphs if (graph := ref()) is not None])
         found += ["backward under create_graph"] if self.is_differentiated else []
         return f" (not planned: {'; '.join(found)})" if found else ""
 
@@ -262,12 +270,6 @@ def _beside(
     gaps = {s: levels[s].before - at_start[s] - n for s, n in more.items() if levels[s].before > floor}
     before = {segment: gap for segment, gap in gaps.items() if gap > 0}
     return Beside(throughout, during, before)
-
-
-def _made_bytes(program: Program) -> int:
-    """Bytes of all that a program makes."""
-    nbytes, resident = program.nbytes(), set(program.resident)
-    return sum(n for s, n in enumerate(nbytes) if s not in resident)
 
 
 def unplanned_bytes(program: Program) -> int:

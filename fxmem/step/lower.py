@@ -19,6 +19,7 @@ from fxmem import compat
 from fxmem.capture import JointGraph, Partition, make_backend
 from fxmem.capture.joint import from_aot, require_tensors
 from fxmem.errors import VerifyError
+from fxmem.passes.emit import part_of
 
 Inner = Literal["eager", "inductor"]
 
@@ -132,7 +133,7 @@ def _extract(
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule(joint.graph_module, graph)
+    return compat.module_of_graph(joint.graph_module, graph)
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -177,6 +178,6 @@ def _inductor_backend(partition: Partition, key: str) -> Callable[[fx.GraphModul
             require_tensors(captured)
             return partition(captured)
 
-        return compat.compile_with_inductor(module, example_inputs, partition_fn, key)
+        return compat.compile_with_inductor(module, example_inputs, partition_fn, key, part_of)
 
     return compile_with_inductor

@@ -210,3 +210,19 @@ def test_degrees_in_the_incoming_gradient() -> None:
     found = degrees(graph.nodes, tangent)
     assert [found[n] for n in (x, tangent, linear, squared, zeros, masked, tanh)] == [0, 1, 1, 2, ZERO, 1, 1]
     assert [found[n] for n in (divided, shifted, mixed, wrong)] == [None] * 4
+
+
+def test_integers_are_selectors_only_where_they_select_and_are_no_multiples_of_a_gradient() -> None:
+    graph = torch.fx.Graph()
+    labels, x, tangent = (graph.placeholder(name) for name in ("labels", "x", "tangents_1"))
+    zero = graph.call_function(aten.full.default, ([3], 0))
+    kept = graph.call_function(aten.where.self, (graph.call_function(aten.gt.Scalar, (labels, 0)), labels, zero))
+    equal = graph.call_function(aten.eq.Tensor, (zero, labels))
+    taken = graph.call_function(aten.gather.default, (tangent, 0, labels))
+    rounded = graph.call_function(aten._to_copy.default, (tangent,), {"dtype": torch.int64})
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(3, dtype=torch.int64)
+    for node in (x, tangent, taken):
+        node.meta["val"] = torch.zeros(3)
+    found = degrees(graph.nodes, tangent)
+    assert [found[n] for n in (zero, kept, equal, taken, rounded)] == [ZERO, 0, 0, 1, None]

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from fxmem import compat
 from fxmem.analysis.split_families.combinators import broadcasting
 from fxmem.analysis.split_rules import RULES, Way, part_call, rule_of, tensor_args, ways
-from tests.analysis.split_cases import CASES, CUDA_CASES, Case, Draw
+from tests.analysis.split_cases import CASES
+from tests.analysis.split_cases.draw import Case, Draw
+from tests.analysis.split_cases.normalisation import CUDA_CASES
 from tests.analysis.split_parts import call_node, check_way
 
 aten = torch.ops.aten

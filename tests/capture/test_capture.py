@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxmem import compat
 from fxmem.capture import JointGraph, boxed, capture, make_backend
@@ -234,21 +235,46 @@ def test_the_first_graph_break_is_named_with_a_remedy() -> None:
         capture(breaks_in_a_loop, (X.clone(),))
 
 
-def masked_write(x: Tensor, mask: Tensor) -> Tensor:
+def masked_rows(x: Tensor, mask: Tensor) -> Tensor:
     h = x.exp() * 2
-    h[mask] = x[0, :1]
+    h[mask] = x.flatten().cos()
     return (h.sin() * h).sum()
 
 
 def test_a_graph_whose_backward_has_sizes_that_depend_on_values_runs_as_under_torchs_backends() -> None:
     x = torch.rand(3, 4, requires_grad=True)
-    (expected,) = torch.autograd.grad(masked_write(x, X > 0), x)
-    step, graphs = compiled_with_graphs(masked_write)
-    (found,) = torch.autograd.grad(step(x, X > 0), x)
+    (expected,) = torch.autograd.grad(masked_rows(x, X > -9), x)
+    step, graphs = compiled_with_graphs(masked_rows)
+    (found,) = torch.autograd.grad(step(x, X > -9), x)
     torch.testing.assert_close(found, expected)
     assert graphs == []
     with pytest.raises(CaptureError, match="nonzero"):
-        capture(masked_write, (x, X > 0))
+        capture(masked_rows, (x, X > -9))
+
+
+def masked_row(x: Tensor, mask: Tensor) -> Tensor:
+    """As masked positions get one trained vector."""
+    h = x.exp() * 2
+    h[mask[:, 0]] = x[0]
+    h[mask] = x[1, :1]
+    h[:, 1:][mask[:, 1:]] = x[2, 3]
+    return (checkpoint(masked_inside, h, mask, x, use_reentrant=False) * h).sum()
+
+
+def masked_inside(h: Tensor, mask: Tensor, x: Tensor) -> Tensor:
+    h = h.sin()
+    h[~mask[:, 0]] = x[1:2]
+    return h
+
+
+def test_one_value_for_all_rows_of_a_mask_is_no_reason_to_break() -> None:
+    x = torch.rand(3, 4, requires_grad=True)
+    mask = torch.tensor([[True, False, True, False], [False, True, True, False], [False, False, False, True]])
+    (expected,) = torch.autograd.grad(masked_row(x, mask), x)
+    step, graphs = compiled_with_graphs(masked_row)
+    (found,) = torch.autograd.grad(step(x, mask), x)
+    torch.testing.assert_close(found, expected)
+    assert len(graphs) == 1
 
 
 def test_nothing_to_capture() -> None:
@@ -282,7 +308,7 @@ def test_two_compilations_of_one_callable_never_share_code(force_cache: bool) ->
 
     x = X.clone().requires_grad_()
     budgets = list(range(10))  # more than Dynamo's recompile limit
-    with compat.functorch_config.patch(force_autograd_cache=force_cache):
+    with compat.aot.functorch_config.patch(force_autograd_cache=force_cache):
         for budget in budgets:
             step = compat.isolated_compile(function, make_backend(partition_of(budget)))
             step(x).backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fxmem
 from fxmem.capture import capture
@@ -43,6 +43,8 @@ class Model(nn.Module):
                 fxmem.recompute(block)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.hint == "sequential":
+            return checkpoint_sequential([*self.blocks, nn.Identity()], 5, x, use_reentrant=False).square().sum()
         for block in self.blocks:
             if self.hint == "checkpoint":
                 x = checkpoint(block, x, use_reentrant=False)
@@ -68,7 +70,7 @@ def step_of(budget, *args, **options):
     return step
 
 
-@pytest.mark.parametrize(("hint", "dropout"), [("checkpoint", 0.3), ("function", 0.0), ("module", 0.3)])
+@pytest.mark.parametrize(("hint", "dropout"), [("checkpoint", 0.3), ("sequential", 0.3), ("function", 0.0), ("module", 0.3)])
 def test_without_a_budget_the_plan_is_what_the_checkpoints_ask_for(hint, dropout):
     plan = step_of(None, hint, dropout=dropout).plan
     ops = plan.program.ops

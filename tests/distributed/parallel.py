@@ -135,6 +135,8 @@ def scenario(name: str, rank: int) -> dict[str, Any]:
         return compare(fully_shard, whole(BUDGET), Model())
     if name == "fsdp-blocks":
         return compare(sharded_by_block, by_block, Model())
+    if name == "fsdp-joined":
+        return compare(sharded_by_block, whole(0.7), Model())
     torch.manual_seed(rank)  # the ranks hold different parts of one model
     budgets = (BUDGET, BUDGET) if name == "collectives" else (0.6, 0.9)
     return compare(lambda model: model, whole(budgets[rank]), Model(is_split=True))

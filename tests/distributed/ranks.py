@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.pipeline_matrix import steps_of_one_process
+from bench.pipeline_matrix import matrix_rows, steps_of_one_process
 from bench.pipeline_ranks import run_ranks
 from fxmem.capture import capture
 from fxmem.runtime.pipeline.batch import split_batch
@@ -209,6 +209,10 @@ def main() -> None:
     elif scenario == "planned":
         for text in rest:
             planned(*json.loads(text))
+    elif scenario == "matrix":
+        model, schedules = rest[0], {int(ranks): names for ranks, names in json.loads(rest[1]).items()}
+        for row in matrix_rows([model], schedules):
+            print(json.dumps(row), flush=True)
     else:
         in_flight(rest[0], int(rest[1]))
 

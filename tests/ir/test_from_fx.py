@@ -191,3 +191,20 @@ def test_forward_only_needed_by_backward_is_still_forward() -> None:
     assert exp.region == "forward"
     detached = [op for op in ops_of(program, "aten.detach") if op.region == "forward"]
     assert all(program.is_folded(op) for op in detached)
+
+
+def test_views_whose_values_lost_their_base_get_it_back() -> None:
+    """inductor's patterns leave expanded tensors that would seem to own as many bytes as they have elements."""
+    with compat.FakeTensorMode() as mode, torch.no_grad():
+        x = torch.empty(4, 1)
+
+    def step(primals_1: Tensor) -> list[Tensor | None]:
+        return [primals_1.expand(4, 1000).unsqueeze(0).sum(), None]
+
+    graph_module = make_fx(step)(x)
+    (node,) = (n for n in graph_module.graph.nodes if n.target is torch.ops.aten.expand.default)
+    with mode:
+        node.meta["val"] = torch.empty_strided((4, 1000), (1, 0))
+    joint = from_aot(graph_module, num_forward_outputs=1)
+    program = program_from_joint(joint)
+    assert max(program.nbytes()) == 16

@@ -13,11 +13,11 @@ from torch import nn
 
 from fxmem import compat
 from fxmem.capture import JointGraph, capture
+from fxmem.capture.notes import META
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.ir.program import Program
 from fxmem.passes import Emitter, emit, emits, region_of, rewrite
-from fxmem.passes.emit import META
 from fxmem.schedule.actions import Compute, Recompute, StartBackward
 from fxmem.schedule.simulate import simulate
 

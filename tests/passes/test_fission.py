@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from zoo import build
 from fxmem.analysis.peak import peak
 from fxmem.analysis.regions import Fission, grow
 from fxmem.capture import JointGraph, boxed
+from fxmem.capture.notes import META
 from fxmem.capture.overwritten import written_args
 from fxmem.errors import PlanMismatch, VerifyError
 from fxmem.ir.from_fx import program_from_joint
 from fxmem.passes import rewrite, run_passes
 from fxmem.passes.accumulators import verify_accumulators, writes_own
-from fxmem.passes.emit import META
 from fxmem.passes.fission import SplitRegions
 from fxmem.step.lower import lower
 from fxmem.step.measurement import measure
@@ -144,6 +145,66 @@ def test_whole_steps_along_the_batch(name: str) -> None:
     step = Step(*build(name))
     for fuse in (False, True):
         step.assert_same(step.whole(2, fuse), tangent=3.0)
+
+
+class ByLabel(torch.autograd.Function):
+    """The gradient of a row is a multiple of its label, where that counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(labels)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (labels,) = ctx.saved_tensors
+        counted = torch.where(labels > 3, labels, 0).float()
+        return gradients[0].sum() * counted[:, None].expand_as(gradients[0]).clone(), None
+
+
+class Truncated(torch.autograd.Function):
+    """A gradient of whole thousandths: not one that can be scaled afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return (1000 * gradients[0]).to(torch.int32) / 1000
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in backward, anew each time it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.rand(8)
+
+
+class Custom(Classifier):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.function(self.norm(x), labels)), labels)
+
+
+def test_gradients_written_by_the_user_are_scaled_afterwards_where_that_is_the_same() -> None:
+    torch.manual_seed(0)
+    args = torch.randn(12, 8), torch.randint(32, (12,))
+    step = Step(Custom(ByLabel.apply), args)
+    step.assert_same(step.whole(3, True), tangent=2.5, tolerance=2e-4)
+    step = Step(Custom(lambda x, labels: Truncated.apply(x)), args)
+    assert "not known to be proportional" in step.region(step.whole(3, True)).refused
+    step = Step(Custom(lambda x, labels: Noisy.apply(x)), args)
+    assert "has effects" in step.region(step.whole(3, True)).refused
+    step.assert_same(step.whole(3), tangent=2.5)
 
 
 def test_peak_falls_by_what_stands_in_parts_only() -> None:

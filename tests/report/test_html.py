@@ -1,10 +1,6 @@
 """The HTML report: self-contained, the plan's own numbers, names as in the model; in a browser if there is one."""
 
-import html
-import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 import fxmem
+from bench.browser import browse
 from fxmem.planners.plan import Plan
 from fxmem.report.chart import Axes, binned
 from fxmem.report.decisions import saved_tensors
@@ -26,6 +23,7 @@ from fxmem.report.stacked import before_and_after
 from fxmem.testing import plans
 from fxmem.units import format_bytes
 from tests.models import blocks
+from tests.report.browser import browser_or_skip, probed
 from tests.report.page import Page
 
 ROOT = Path(__file__).parents[2]
@@ -168,47 +166,26 @@ def test_plans_of_a_loop_share_one_page(tmp_path):
     assert len(page.data["charts"]) == 4
 
 
-# In a browser. The script is the page's own, run by a copy of it that moves a pointer over every chart.
+# In a browser.
 
-PROBE = """<script>addEventListener("load", () => {
-  const seen = [];
-  document.querySelectorAll("[data-chart]").forEach((box) => {
-    const area = box.getBoundingClientRect();
-    for (let x = 0; x < area.width; x += 1) {
-      box.dispatchEvent(new PointerEvent("pointermove", { clientX: area.left + x, clientY: area.top + 5 }));
-      seen.push(document.querySelector(".tip").textContent.replaceAll("\\n", " | "));
-    }
-  });
-  const wide = document.documentElement.scrollWidth > innerWidth;
-  const over = [...document.querySelectorAll("*")].filter((e) => e.getBoundingClientRect().right > innerWidth);
-  const out = document.body.appendChild(document.createElement("pre"));
-  out.id = "probe";
-  out.textContent = JSON.stringify({ seen, wide, over: over.map((e) => `${e.tagName} ${e.className}`) });
-});</script>"""
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(21, 23, 26)"
 
 
-def browser() -> str:
-    names = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("no browser here: install Debian's chromium to run this")
-    return found
-
-
-@pytest.mark.parametrize("width", [1200, 390])
-def test_in_a_browser(path, plan, width, tmp_path):
-    page = tmp_path / "probed.html"
-    page.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
-    done = subprocess.run(
-        [browser(), *arguments, f"--window-size={width},900", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr, done.stderr
-    (found,) = re.findall(r'<pre id="probe">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    shown = html.unescape(found)
-    assert '"wide":false' in shown, shown[-300:]
-    assert f"{format_bytes(plan.baseline_peak_bytes)} alive" in shown
-    assert f"{format_bytes(plan.peak_bytes)} alive" in shown
+@pytest.mark.parametrize(("width", "scheme"), [(1200, 1), (390, 1), (390, 0)])
+def test_in_a_browser(path, plan, width, scheme, tmp_path):
+    found = probed(path, width, scheme, tmp_path)
+    assert found["width"] == width
+    assert not found["wide"], found["over"]
+    assert found["background"] == (LIGHT if scheme else DARK)
+    shown = " ".join(found["seen"])
+    for text in (f"{format_bytes(plan.baseline_peak_bytes)} alive", f"{format_bytes(plan.peak_bytes)} alive"):
+        assert text in shown
     assert "blocks.0.1" in shown
     assert "tests/models.py:27" in shown
+
+
+def test_it_prints(path, tmp_path):
+    browser_or_skip()
+    printed = tmp_path / "page.pdf"
+    browse(path, f"--print-to-pdf={printed}", "--no-pdf-header-footer")
+    assert printed.read_bytes().startswith(b"%PDF")

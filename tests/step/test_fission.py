@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.capture import capture
 from fxmem.errors import OptionError
 from fxmem.ir.program import Fission
+from fxmem.options import settings
+from fxmem.step.forms import Forms
 from tests.planned import train
 
 
@@ -111,6 +114,20 @@ def test_a_loss_outside_of_the_model_and_logits_that_come_back() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_sizes_that_vary_are_compiled_one_by_one_where_only_splitting_fits() -> None:
+    """Dynamo makes symbols of sizes that were seen to change, and those are not split."""
+    module = classifier()[0]
+    step = fxmem.compile(module, budget="3MiB")
+    for rows in (256, 192, 225, 256):
+        args = classifier(rows)[1]
+        expected = train(module, module, args, 1)
+        for found, wanted in zip(train(step, module, args, 1), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert step.plan.program.fissions
+    with pytest.raises(fxmem.BudgetInfeasible):
+        fxmem.compile(module, budget="3MiB", dynamic=True)(*args)
+
+
 def test_backward_twice_and_a_tangent_that_is_not_one() -> None:
     module, args = classifier()
     step = fxmem.compile(module, budget=0.45)
@@ -154,3 +171,29 @@ def test_outputs_that_nobody_uses_are_not_made_whole() -> None:
     assert fxmem.compile(module, outputs=lambda result: result["loss"])(*args).ndim == 0
     with pytest.raises(Exception, match="no score"):
         fxmem.compile(module, outputs="score")(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # inductor's own
+def test_parts_stay_parts_under_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone, inductor sums up the bias's gradient over all parts in one kernel, for which all of them stand."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    module, args = classifier(1024)
+    expected = train(module, module, args, 1)
+    step = fxmem.compile(module, budget="3MiB", inner="inductor")
+    for found, wanted in zip(train(step, module, args, 1), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert step.plan.program.fissions
+    assert step.num_retries == 0
+    step(*args).backward()
+    measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
+    assert measured <= step.plan.peak_bytes
+
+
+def test_parts_that_need_more_than_they_should_are_given_up() -> None:
+    module, args = classifier()
+    forms = Forms(capture(module, args)[0], settings(inner="inductor"), may_run=False)
+    assert forms.others
+    forms.refuse_parts()
+    assert not forms.others
+    assert any("inductor" in line for line in forms.notes(())["not split"])

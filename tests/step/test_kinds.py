@@ -110,6 +110,105 @@ def test_graphs_of_a_broken_model_are_planned_as_one_problem():
     assert ahead.extra_s > 0
 
 
+class Hidden(Blocks):
+    """All but the last block run where Dynamo doesn't look, before the only graph."""
+
+    def forward(self, x, y):
+        x = self.unseen(x)
+        return F.mse_loss((x + self.blocks[-1](x)) * self.scale, y)
+
+    @torch.compiler.disable
+    def unseen(self, x):
+        for block in self.blocks[:-1]:
+            x = x + block(x)
+        return x
+
+
+def test_a_refusal_names_what_runs_before_the_first_graph():
+    torch.manual_seed(0)
+    module, args = Hidden(), (torch.randn(128, 32), torch.randn(128, 32))
+    peak = peak_of(module, lambda: run(module, args))
+    step = fxmem.compile(module, budget=int(0.75 * peak), **QUICK)
+    with pytest.raises(fxmem.BudgetInfeasible, match=r"not planned: what runs before .*test_kinds.py:\d+, where torch"):
+        for _ in range(6):
+            run(step, args)
+
+
+def test_a_step_that_runs_its_own_backward_is_planned_and_uses_its_budget():
+    module, args = blocks()
+
+    def train(x, y):
+        loss = module(x, y)
+        loss.backward()
+        return loss.detach()
+
+    budget = int(0.75 * peak_of(module, lambda: train(*args)))
+    step = fxmem.compile(train, budget, **QUICK)
+    peaks = check_steps(module, lambda: step(*args), lambda: train(*args), budget)
+    assert len(step.plans) == 1
+    assert step.plan.peak_bytes == peaks[-1] > 0.9 * budget, "it was planned for less only until its end was seen"
+
+
+class Forces(nn.Module):
+    """An energy and its gradient, both in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.body(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return 0.1 * energy + force.square().sum()
+
+
+def test_gradients_that_forward_asks_for_are_planned_with_it():
+    torch.manual_seed(0)
+    module, args = Forces(), (torch.randn(128, 32),)
+    budget = int(0.8 * peak_of(module, lambda: run(module, args)))
+    step = fxmem.compile(module, budget, **QUICK)
+    check_steps(module, lambda: run(step, args), lambda: run(module, args), budget, num_steps=2)
+    assert len(step.plans) == 1
+    assert step.plan.peak_bytes <= budget
+    step.eval()
+    torch.testing.assert_close(step(*args), module(*args))
+
+
+class Unread(Blocks):
+    """What Dynamo can't read stands in the loop over the blocks: each block is a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner(block) for block in self.blocks)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+            torch.compiler.disable(print)(end="")
+        return F.mse_loss(x * self.scale, y)
+
+
+class Inner(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+def test_a_fraction_is_of_the_whole_step_where_blocks_are_graphs_of_their_own():
+    torch.manual_seed(0)
+    module, args = Unread(), (torch.randn(256, 32), torch.randn(256, 32))
+    peak = peak_of(module, lambda: run(module, args))
+    step = fxmem.compile(module, 0.75, **QUICK)
+    peaks = check_steps(module, lambda: run(step, args), lambda: run(module, args), int(0.77 * peak), num_over=1)
+    assert len(step.plans) == 4
+    assert step.step.measured_peak_bytes <= step.step.budget_bytes < int(0.77 * peak)
+    assert peaks[-1] > 0.6 * peak, "the smallest plans were only the first step's"
+
+
 def test_a_loss_outside_of_the_model_counts():
     module, (x, y) = blocks(num_blocks=2, batch=128)
     body = nn.Sequential(*module.blocks)
@@ -160,6 +259,21 @@ def test_two_compiled_models_have_a_budget_each():
         two.zero_grad()
     assert [step.num_retries for step in steps] == [0, 0]
     assert all(step.step.measured_peak_bytes <= budget for step in steps)
+
+
+def test_equal_models_that_torch_compile_gives_one_code_do_not_count_for_each_other():
+    modules, args = [blocks(num_blocks=2, batch=128, seed=seed)[0] for seed in (0, 1)], blocks(batch=128)[1]
+    budget = int(0.8 * peak_of(modules[0], lambda: run(modules[0], args)))
+    compiled = [torch.compile(m, backend="fxmem", options={"budget": budget, **QUICK}) for m in modules]
+    for _ in range(3):
+        peaks = [fxmem.measure(lambda step=step: run(step, args)).peak_bytes for step in compiled]
+        assert max(peaks) <= budget
+        for module in modules:
+            module.zero_grad()
+    step = fxmem.step_of(compiled[1])
+    assert step is fxmem.step_of(compiled[0])
+    assert step.num_retries == 0
+    assert step.plan.peak_bytes <= budget
 
 
 def test_a_lost_measurement_verifies_nothing():
@@ -231,24 +345,35 @@ def test_a_backward_that_never_comes_leaves_no_profiler_behind():
     assert not compat.profiler_is_active()
 
 
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mode = ""
+
+    def forward(self, x):
+        self.mode += "x"  # a new constant each time: another graph each time
+        return self.linear(x).mul(len(self.mode)).sum()
+
+
 def test_what_changes_every_step_is_named_before_it_would_run_without_a_plan(monkeypatch):
-    monkeypatch.setattr(compat, "RECOMPILE_LIMIT", 9)
-
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.mode = ""
-
-        def forward(self, x):
-            self.mode += "x"  # a new constant each time: another graph each time
-            return self.linear(x).mul(len(self.mode)).sum()
-
+    for module in (compat, compat.dynamo):
+        monkeypatch.setattr(module, "RECOMPILE_LIMIT", 9)
     step = fxmem.compile(Changing(), budget=2**20)
     for _ in range(9):
         run(step, (torch.randn(4, 8),))
     with pytest.raises(fxmem.CaptureError, match="was compiled 9 times"):
         step(torch.randn(4, 8))
+
+
+def test_torch_compile_runs_nothing_without_a_plan_either(monkeypatch):
+    monkeypatch.setattr(compat.dynamo, "RECOMPILE_LIMIT", 9)
+    module = Changing()
+    module.compile(backend="fxmem", options={"budget": 2**20})
+    for _ in range(9):
+        run(module, (torch.randn(4, 8),))
+    with pytest.raises(compat.FailOnRecompileLimitHit):
+        module(torch.randn(4, 8))
 
 
 def test_a_backward_on_another_thread_verifies_nothing_and_leaves_no_profiler():
@@ -344,15 +469,15 @@ def test_parameters_that_come_after_a_step_count_and_old_ones_are_let_go():
     assert {id(p) for p in step.step.parameters} == {id(p) for p in module.parameters()}
     assert gone() is None
     existing = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-    assert step.step._gradient_bytes == existing
+    assert step.step._standing.gradient_bytes == existing
 
 
 def test_another_plan_of_a_graph_is_compiled_without_tracing_again(monkeypatch):
     traced, again = [], []
     compiled = compat.AotTrace.compiled
     monkeypatch.setattr(compat.AotTrace, "compiled", lambda *args: (again.append(1), compiled(*args))[1])
-    stage = compat.aot.aot_stage1_graph_capture
-    monkeypatch.setattr(compat.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
+    stage = compat.aot.aot.aot_stage1_graph_capture
+    monkeypatch.setattr(compat.aot.aot, "aot_stage1_graph_capture", lambda *args: (traced.append(1), stage(*args))[1])
     module, _ = blocks(num_blocks=2, dropout=0.1)
     batches = [tuple(torch.randn(rows, 32) for _ in range(2)) for rows in (64, 48, 96, 128)]
     budget = int(0.8 * peak_of(module, lambda: run(module, batches[-1])))

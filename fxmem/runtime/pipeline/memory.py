@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fxmem import compat
+from fxmem.capture.notes import notes
 from fxmem.ir.program import Program
-from fxmem.passes.emit import META
 from fxmem.passes.split_backward import PART
 from fxmem.runtime.pipeline.arrivals import Arrivals, Message, Row
 from fxmem.runtime.pipeline.code import StageCode
@@ -154,12 +154,12 @@ class StageBytes:
         return can_keep(node.args[2].meta["val"], parameter)  # type: ignore[union-attr]
 
     def _op(self, node: fx.Node) -> Any:
-        note = node.meta.get(META, {})
+        note = notes(node)
         return self._ops.get(note.get("recompute_of") or note.get("derived_from") or node.name)
 
     def _workspace(self, node: fx.Node) -> int:
         op = self._op(node) if node.op == "call_function" else None
-        known = self._part_workspace(node) if node.meta.get(META, {}).get(PART) else None
+        known = self._part_workspace(node) if notes(node).get(PART) else None
         if known is not None:
             return known
         return op.workspace_bytes if op is not None else 0

@@ -46,7 +46,7 @@ def with_sink(module: fx.GraphModule, num_sends: int, positions: Sequence[int]) 
             graph.call_function(deliver, (sink, position, gradient, is_own)).meta["val"] = None
     graph.output(tuple(others))
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return compat.module_of_graph(module, graph)
 
 
 def _last_use(nodes: Sequence[fx.Node]) -> dict[int, int]:

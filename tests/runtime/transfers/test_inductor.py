@@ -66,9 +66,11 @@ class OddLinears(nn.Module):
         return x.square().mean()
 
 
-def check(module: nn.Module, args: Sequence[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With everything that can move moved, twice the gradients of compiled code that moves nothing; and no tensor
-    had to be copied to get the planned layout."""
+def check(
+    module: nn.Module, args: Sequence[Any], folder: Path, monkeypatch: pytest.MonkeyPatch, draws: bool = False
+) -> None:
+    """With everything that can move moved, twice the gradients of eager mode, or (`draws`: inductor draws other random
+    numbers) of compiled code that moves nothing; and no tensor had to be copied to get the planned layout."""
     num_moved, laid_out, copied = 0, ops.laid_out, list[Any]()
 
     def watched(x: Tensor, stride: Any) -> Tensor:
@@ -93,7 +95,7 @@ def check(module: nn.Module, args: Sequence[Any], folder: Path, monkeypatch: pyt
 
     with ExitStack() as stack:
         monkeypatch.setattr(ops, "laid_out", watched)
-        expected = train(compiled(False), module, args)
+        expected = train(compiled(False) if draws else module, module, args)
         for found, wanted in zip(train(compiled(True), module, args), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()) + 1e-12)
     assert num_moved > 2
@@ -111,7 +113,7 @@ def test_models_of_the_zoo(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
             stage.layers = stage.layers[:1]
     # In double precision: batch norm over two values makes of inductor's other order of sums other gradients in single.
     args = [x.double() if x.is_floating_point() else x for x in args]
-    check(module.double(), args, tmp_path, monkeypatch)
+    check(module.double(), args, tmp_path, monkeypatch, draws="dropout" in name)
 
 
 CASES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {

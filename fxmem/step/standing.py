@@ -1,0 +1,85 @@
+"""What stands beside the graphs of one step, as far as it is known without a measurement."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxmem.ir.program import Program
+from fxmem.step.episode import Call, Episode
+from fxmem.step.held_tensors import reachable_tensors, storages
+from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+
+
+class Standing:
+    """Gradients, optimizer state, the model's tensors and the user's arguments. `gradient_bytes`: the most so far."""
+
+    def __init__(self, function: Callable[..., Any], optimizer: torch.optim.Optimizer | None) -> None:
+        self._function, self._optimizer = function, optimizer
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self.notice_parameters()
+        self.gradient_bytes = 0
+        self._optimizer_bytes = optimizer_bytes(optimizer)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
+
+    def notice_parameters(self) -> None:
+        """Those of the function's modules now: adapters may have been put on."""
+        self._parameters = [weakref.ref(parameter) for parameter in parameters_of(self._function)]
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters if p.device.type == "cuda"), torch.device("cpu"))
+
+    def is_of_function(self, args: Sequence[Any]) -> bool:
+        """Is a graph that is called with `args` the function's own call? Dynamo shares compiled code between models of
+        one class that torch.compile was given with equal options."""
+        taken = {id(x) for x in args if isinstance(x, nn.Parameter)}
+        return not taken or not taken.isdisjoint(map(id, self.parameters))
+
+    def existing_gradient_bytes(self, args: Sequence[Any]) -> int:
+        """Bytes of the gradients that count in a call with `args`."""
+        own = self.parameters if self.is_of_function(args) else []
+        return gradient_bytes([*own, *(x for x in args if isinstance(x, nn.Parameter))])
+
+    def new_gradient_bytes(self, args: Sequence[Any]) -> int:
+        """By how much the gradients, of parameters among `args` too, exceed the most that was seen before."""
+        existing = self.existing_gradient_bytes(args)
+        more = max(0, existing - self.gradient_bytes)
+        self.gradient_bytes += more
+        return more
+
+    def missing_optimizer_bytes(self) -> int:
+        """Of the named optimizer's state, which counts from the start: what does not exist yet."""
+        return self._optimizer_bytes if self._optimizer is not None and not self._optimizer.state else 0
+
+    def beside_bytes(
+        self,
+        program: Program,
+        is_first_graph: bool,
+        in_use: Collection[int],
+        user_arguments: Any,
+        carried: Sequence[Call],
+        episode: Episode | None,
+    ) -> int:
+        """Bytes that stand beside `program` as it runs now: what it does not take of the model and of the user's call,
+        gradients, optimizer state, what earlier calls saved, and what else was made since the step began.
+
+        `in_use`: addresses that the graph is given. `carried`: calls of earlier steps that may still be open.
+        """
+        beside = self.gradient_bytes + self._optimizer_bytes
+        beside += beside_graph_bytes(self._function, program, first_graph=is_first_graph)
+        beside += sum(call.variant.saved_bytes for call in carried if call.is_open)
+        held = storages(reachable_tensors(user_arguments), self.device) if any(in_use) else {}
+        beside += sum(nbytes for address, nbytes in held.items() if address not in in_use)
+        if episode is None:
+            return beside
+        if episode.is_traced:
+            return beside + episode.allocated_beside(in_use)
+        return beside + sum(call.variant.saved_bytes for call in episode.open_calls)
