@@ -25,6 +25,7 @@ LEAST_BYTES = 2**20
 """Smaller values are not split: where they are the largest, memory is not what a step lacks."""
 _MOST_PARTS = 16
 _FEW_PARTS = 4
+_MOST_OPS = 30_000  # of all parts: more take minutes to write out and plan
 _NORMAL_FORM = (IgnoredRows(), DirectViews(), LossNormalForm())
 _SHARE = 3  # values below this part of the seed are not drawn into a region around it
 
@@ -56,7 +57,8 @@ class Candidates:
         self._joint = _normal_form(joint) if is_open else joint
         regions = self._regions() if is_open else ()
         found = {r.fission: len(r.members) * r.fission.num_parts for r in regions}
-        self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
+        few = [fission for fission in sorted(found, key=found.__getitem__) if found[fission] <= _MOST_OPS]
+        self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in few]
 
     def _regions(self) -> Iterator[Region]:
         seed = max(_batched(self._joint), key=nbytes, default=None)
