@@ -50,7 +50,7 @@ class Fakes:
     def of(self, node: fx.Node) -> Any:
         """What the op of `node` makes of its arguments."""
         if node.target is operator.getitem:
-            return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr, index]
+            return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
         if None in map(self._look_of, node.all_input_nodes):
             return fake_result(node.target, node, self._mode)
         if node.target in _VIEWS and not node.kwargs and (view := _VIEWS[node.target](*_values(node)[0])) is not None:

@@ -20,7 +20,6 @@ from fxmem.analysis.region_growth import is_dropout
 from fxmem.analysis.regions import grow
 from fxmem.analysis.split_rules import part_call, tensor_args
 from fxmem.capture import JointGraph
-from fxmem.capture.joint import FUSED
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission
 from fxmem.passes.base import GraphPass
@@ -182,11 +181,10 @@ class _Writer:
     def _call(
         self, target: Any, args: tuple[Any, ...], name: str, source: fx.Node, part: int, kwargs: Any = None
     ) -> fx.Node:
-        note = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
-        node = self.nodes.call(target, args, name, source, kwargs, **note)
+        note: dict[str, Any] = {"part_of": source.name, "part": part, "parts": self.num_parts, "fission": self.number}
         if self.region.tangent is not None:
-            node.meta[FUSED] = "forward" if source in self._captured_forward else "backward"
-        return node
+            note["fused"] = "forward" if source in self._captured_forward else "backward"
+        return self.nodes.call(target, args, name, source, kwargs, **note)
 
     # sums and what is put together
 

@@ -40,7 +40,8 @@ class IgnoredRows(GraphPass):
         found = [cut for node in losses if (cut := _cut_before(node)) is not None]
         if not found:
             return joint
-        rewriter, written = Rewriter(joint), {}
+        rewriter = Rewriter(joint)
+        written: dict[fx.Node, _Cut] = {}
         for cut in found:
             written |= cut.nodes()
         for node in rewriter.nodes.walk():
@@ -132,7 +133,7 @@ def _cut_before(loss: fx.Node) -> _Cut | None:
     above = _above(softmax)
     if not above:
         return None
-    base = above[0].args[0]
+    base: Any = above[0].args[0]
     aliases, readers = _readers(softmax)
     backward = _backward(loss, softmax, readers)
     box = _box(base, [*above, softmax])

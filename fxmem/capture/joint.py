@@ -26,9 +26,6 @@ from fxmem.capture.errors import user_frame
 from fxmem.capture.overwritten import ancestors, overwritten_inputs, save_overwritten
 from fxmem.errors import CaptureError
 
-FUSED = "fxmem_fused"
-"""Key in `node.meta` of an op of a part whose gradients are made in forward: the region that it was captured in."""
-
 
 @dataclass(frozen=True)
 class JointGraph:

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint.checkpoint_sequential` as Dynamo can read it: it skips torch's own, with all that runs in it."""
+"""`torch.utils.checkpoint.checkpoint_sequential` as Dynamo can read it: it skips torch's own and what runs in it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@main.command()
+@main.command(short_help="Train a model under three budgets.")
 @click.argument("model", default="gpt2")
 @click.option("--report", type=click.Path(path_type=Path), default=Path("fxmem-report.html"), show_default=True)
 @_shared
@@ -160,6 +160,7 @@ def _torch_plans(
 
 
 def _print_beside(plans: list[Plan]) -> None:
+    click.echo("torch's activation_memory_budget on this step, predicted:")
     table = Table()
     for name in ("setting", "peak", "extra time"):
         table.add_column(name, justify="right")
@@ -174,7 +175,7 @@ def _print_beside(plans: list[Plan]) -> None:
 @click.option("--budget", help=_BUDGET_HELP)
 @_shared
 def measure(model: str, budget: str | None, size: str, as_json: bool, **options: Any) -> None:
-    """Run one training step of MODEL under a budget and measure it."""
+    """Run a step of MODEL under a budget; measure it."""
     function, args = load_model(model, size)
     step = fxmem.compile(function, **_given(options))
     row = _trained(step, args, None if budget is None else parse_budget(budget))
@@ -193,10 +194,35 @@ def doctor(offload_dir: Path | None, as_json: bool) -> None:
         _print_json(found)
         return
     table = Table(show_header=False)
-    for name, value in found.items():
-        table.add_row(name, str(value))
-    click.echo("torch's activation_memory_budget on this step, predicted:")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _flat("", found):
+        shown = name.removesuffix("_per_s").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+        table.add_row(shown, _quantity(name, value))
     Console().print(table)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(path, value) of all that is within; positions are left out of lists of one."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name} {key}".strip(), inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _flat(f"{name} {number}" if len(value) > 1 else name, inner)
+    else:
+        yield name, value
+
+
+def _quantity(name: str, value: Any) -> str:
+    """With the unit that the name ends with."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if name.endswith("_bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value * 1e6:.1f} us" if name.endswith("latency_s") else str(value)
 
 
 def _given(options: dict[str, Any]) -> Any:

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fxmem.analysis.doctor import machine
 from fxmem.budget import resolve_budget
 from fxmem.cli.arguments import load_model, parse_budget
 from fxmem.cli.edits import Edit, edits
 from fxmem.cli.first_backward import Found, first_step
-from fxmem.errors import FxmemError, OptionError
-from fxmem.passes.offload import why_not_offloadable
-from fxmem.planners import Options
-from fxmem.planners.plan import Plan, make_plan
+from fxmem.cli.ways import Planner, Way, round_up, ways
+from fxmem.errors import OptionError
+from fxmem.planners.plan import Plan
 from fxmem.report.decisions import standing_at_peak
-from fxmem.report.frontier import SOLVE_S, frontier, smallest
 from fxmem.report.names import line_of, short_path
 from fxmem.report.stacked import before_and_after
 from fxmem.schedule import Compute, Recompute
-from fxmem.units import format_bytes, unit_of
+from fxmem.units import format_bytes
 
 NUM_STORAGES = 10
 _SHARE = 0.5
 """Of the way from the peak down to the smallest budget: what is proposed where nobody names a budget."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way lower: predicted peak, and the extra time as a share of the step."""
-
-    what: str
-    peak_bytes: int
-    extra_share: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ class Explanation:
     lines: tuple[Edit, ...] = ()
 
 
-@click.command()
+@click.command(short_help="Where is the peak, and what is lower?")
 @click.argument("what", metavar="MODEL|SCRIPT.py")
 @click.argument("arguments", nargs=-1)
 @click.option("--budget", help='what the lines to change name: bytes, "6GiB", a fraction (default: halfway down)')
@@ -104,7 +91,8 @@ def explained(plan: Plan, budget: str | None = None) -> Explanation:
     step = plan.simulation.peak_step
     action = plan.actions[step] if plan.actions else None
     op = plan.program.ops[action.op] if isinstance(action, (Compute, Recompute)) else None
-    least = smallest(plan)
+    planner = Planner(plan)
+    least = planner.least()
     largest = [
         {"bytes": row.nbytes, "what": row.name, "kind": row.kind, "module": row.module, "line": line_of(row.source)}
         for row in standing_at_peak(plan)[:NUM_STORAGES]
@@ -115,54 +103,22 @@ def explained(plan: Plan, budget: str | None = None) -> Explanation:
         module=op.module if op else "",
         line=line_of(op.source) if op else "",
         largest=tuple(largest),
-        ways=tuple(_ways(plan, least)),
+        ways=tuple(ways(planner, least)),
         min_bytes=least.peak_bytes,
         half_batch_bytes=_at_half_the_batch(plan),
-        budget=_budget(plan, least, budget),
+        budget=_budget(planner, least, budget),
     )
 
 
-def _budget(plan: Plan, least: Plan, asked: str | None) -> str:
+def _budget(planner: Planner, least: Plan, asked: str | None) -> str:
     """As it is written in a script: what was asked for, or a round number halfway down."""
     if asked is None:
-        return _round_up(plan.peak_bytes - int(_SHARE * (plan.peak_bytes - least.peak_bytes)))
+        peak_bytes = planner.plan.peak_bytes
+        return round_up(peak_bytes - int(_SHARE * (peak_bytes - least.peak_bytes)))
     limit = resolve_budget(parse_budget(asked))
     if isinstance(limit, (int, float)):
-        make_plan(plan.program, limit, "auto", Options(SOLVE_S))
+        planner.under(limit)
     return asked
-
-
-def _round_up(nbytes: int) -> str:
-    """Three digits at least, in a unit that budgets know."""
-    unit, size = unit_of(nbytes)
-    value = nbytes / size
-    return f"{math.ceil(value)}{unit}" if value >= 100 or unit == "B" else f"{math.ceil(value * 100) / 100:g}{unit}"
-
-
-def _ways(plan: Plan, least: Plan) -> list[Way]:
-    """The best budget for what it costs, the smallest one, and that one with offloading: the cheapest first."""
-    points = [p for p in frontier(plan, 4) if least.peak_bytes < p.peak_bytes < plan.peak_bytes]
-    best = sorted(points, key=lambda p: p.extra_s / (plan.peak_bytes - p.peak_bytes))[:1]
-    named = [("recompute", p.budget_bytes, p.peak_bytes, p.extra_s) for p in best]
-    if least.peak_bytes < plan.peak_bytes:
-        named.append(("recompute to the smallest budget", least.peak_bytes, least.peak_bytes, least.extra_s))
-    found = [Way(f'{what}, budget="{_round_up(b)}"', peak, _share(extra_s, plan)) for what, b, peak, extra_s in named]
-    return sorted([*found, *_offloading(plan, least)], key=lambda way: way.extra_share)
-
-
-def _offloading(plan: Plan, least: Plan) -> list[Way]:
-    """Offloading under the smallest budget that recomputing alone can keep."""
-    if plan.joint is None:
-        return []
-    pinned = frozenset(why_not_offloadable(plan.joint, plan.program))
-    with contextlib.suppress(FxmemError):
-        options = Options(SOLVE_S, ("disk",), machine(("disk",)), pinned)
-        made = make_plan(plan.program, least.peak_bytes, "auto", options)
-        if made.simulation.bytes_moved:
-            moved, limit = format_bytes(made.simulation.bytes_moved), _round_up(least.peak_bytes)
-            what = f'offload, budget="{limit}", tiers="disk": {moved} moved'
-            return [Way(what, made.peak_bytes, _share(made.extra_s, plan))]
-    return []
 
 
 def _at_half_the_batch(plan: Plan) -> int:
@@ -173,16 +129,12 @@ def _at_half_the_batch(plan: Plan) -> int:
     return fixed + (plan.peak_bytes - fixed) // 2
 
 
-def _share(extra_s: float, plan: Plan) -> float:
-    return extra_s / plan.baseline_s if plan.baseline_s else 0.0
-
-
 def _print(made: Explanation, what: str) -> None:
     console = Console()
     where = f" of {made.module}" * bool(made.module) + f" ({made.line})" * bool(made.line)
     console.print(f"The step needs {format_bytes(made.peak_bytes)}, at its peak {made.op}{where} runs.", soft_wrap=True)
-    console.print(_table("the largest that stand there", ("bytes", "what", "kind", "module", "line"), [
-        [format_bytes(row["bytes"]), row["what"], row["kind"], row["module"], row["line"]] for row in made.largest
+    console.print(_table("the largest that stand there", ("bytes", "kind", "line", "what"), [
+        [format_bytes(row["bytes"]), row["kind"], Path(row["line"]).name, _of_module(row)] for row in made.largest
     ]))  # fmt: skip
     console.print(_table("ways lower, the cheapest first", ("peak", "extra time", "how"), [
         [format_bytes(way.peak_bytes), f"{way.extra_share:.1%}", way.what] for way in made.ways
@@ -194,13 +146,18 @@ def _print(made: Explanation, what: str) -> None:
         for edit in made.lines:
             click.echo(f"  after line {edit.after}: {edit.text}")
     else:
-        click.echo(f'  model = fxmem.compile(model, budget="{made.budget}")')
+        click.echo(f'The line to add:\n  model = fxmem.compile(model, budget="{made.budget}")')
+
+
+def _of_module(row: dict[str, Any]) -> str:
+    return f"{row['what']} of {row['module']}" if row["module"] else str(row["what"])
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in head:
-        table.add_column(name, justify="right" if name in ("bytes", "peak", "extra time") else "left", overflow="fold")
+        is_number, is_last = name in ("bytes", "peak", "extra time"), name == head[-1]
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=not is_last, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {"llama-70b": LLAMA_70B}
 OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-@click.command()
+@click.command(short_help="Cut a model over devices.")
 @click.argument("model", default="llama-70b")
 @click.option("--num-stages", type=int, default=4, show_default=True, help="devices")
 @click.option("--num-microbatches", type=int, help="default: chosen")

@@ -138,7 +138,7 @@ def torch_compile_call() -> tuple[Any, Callable[..., Any] | None]:
 
 
 def hold_settings() -> None:
-    """Within a backend: from its next call on, what torch.compile returned runs under the settings of `isolated_compile`.
+    """Within a backend: from its next call on, what torch.compile returned runs under `isolated_compile`'s settings.
 
     Under Dynamo's own a frame runs without a plan, and without a word, after eight versions of it.
     """
@@ -162,7 +162,8 @@ def _running_call() -> tuple[Any, Mapping[str, Any]]:
 
 def is_inner_frame() -> bool:
     """Within a backend: was the function whose graph it is called by a model's code that Dynamo left as it is?"""
-    frame, callers = inspect.currentframe(), None
+    frame = inspect.currentframe()
+    callers: list[str] | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         if file == convert_frame.__file__:

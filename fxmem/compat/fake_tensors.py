@@ -49,8 +49,9 @@ def fake_empty(
         return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
-def fake_view(base: FakeTensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A fake tensor over the storage of `base`, made without running an op on fake tensors."""
+def fake_view(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A fake tensor over the storage of `base`, one too, made without running an op on fake tensors."""
+    assert isinstance(base, FakeTensor)
     with _DisableTorchDispatch():
         empty = torch.empty(0, dtype=base.dtype, device="meta")
         return FakeTensor(base.fake_mode, empty.set_(base.untyped_storage(), offset, shape, strides), base.device)

@@ -19,11 +19,14 @@ def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that hold the bytes of `tensor`: itself, or the indices and values of a sparse one (values last)."""
-    if tensor.layout == torch.sparse_coo:
+    layout = tensor.layout
+    if layout == torch.strided:
+        return (tensor,)
+    if layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
 

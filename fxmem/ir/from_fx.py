@@ -13,7 +13,7 @@ from fxmem import compat
 from fxmem.capture.draws import RNG_STATE, state_name
 from fxmem.capture.effects import is_collective, is_pure, is_random
 from fxmem.capture.hints import checkpoint_of, is_kept
-from fxmem.capture.joint import FUSED, JointGraph, target_name
+from fxmem.capture.joint import JointGraph, target_name
 from fxmem.capture.modules import module_of
 from fxmem.capture.notes import notes
 from fxmem.capture.overwritten import written_args
@@ -112,7 +112,7 @@ def _op(
         is_random=random,
         is_collective=collective,
         recomputable=not (once or overwritten or (random and state is None)),
-        fused=node.meta.get(FUSED),
+        fused=notes(node).get("fused"),
         source=joint.sources.get(node.name, ""),
         label=label,
         module=module_of(node),

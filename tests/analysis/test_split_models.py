@@ -20,7 +20,7 @@ from tests.analysis.split_parts import check_way
 from tests.zoo import NAMES, build
 
 aten = torch.ops.aten
-FAST = ("mlp", "vit")
+FAST = ("mlp",)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 

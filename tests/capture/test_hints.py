@@ -70,7 +70,9 @@ def step_of(budget, *args, **options):
     return step
 
 
-@pytest.mark.parametrize(("hint", "dropout"), [("checkpoint", 0.3), ("sequential", 0.3), ("function", 0.0), ("module", 0.3)])
+@pytest.mark.parametrize(
+    ("hint", "dropout"), [("checkpoint", 0.3), ("sequential", 0.3), ("function", 0.0), ("module", 0.3)]
+)
 def test_without_a_budget_the_plan_is_what_the_checkpoints_ask_for(hint, dropout):
     plan = step_of(None, hint, dropout=dropout).plan
     ops = plan.program.ops

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+import fxmem
 from fxmem.cli import main
 from fxmem.cli.edits import apply_edits, edits
 from fxmem.cli.first_backward import Place, first_step
@@ -69,6 +70,25 @@ def test_a_model():
     assert shares == sorted(shares)
     assert all(way["peak_bytes"] < found["peak_bytes"] for way in found["ways"])
     assert found["half_batch_bytes"] < found["peak_bytes"]
+
+
+def wide():
+    torch.manual_seed(0)
+    head = nn.Linear(16, 2048, bias=False)
+    loss = nn.CrossEntropyLoss()
+    return lambda x, labels: loss(head(x), labels), (torch.randn(256, 16), torch.randint(2048, (256,)))
+
+
+def test_ways_are_those_of_compile_splitting_included():
+    result = run("tests.cli.test_explain:wide", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    split = [way for way in found["ways"] if "parts" in way["what"]]
+    assert split
+    function, args = wide()
+    with pytest.raises(fxmem.BudgetInfeasible):
+        fxmem.plan(function, args, split[0]["peak_bytes"], fission="off")
+    assert found["min_bytes"] == min(way["peak_bytes"] for way in found["ways"])
 
 
 def test_in_words_at_80_columns():

@@ -28,6 +28,7 @@ def test_memflow_finds_plans_where_no_search_without_recomputation_does() -> Non
         assert row["memflow_step_s"] >= row["auto_step_s"]
 
 
+@pytest.mark.slow
 def test_auto_is_optimal_and_near_the_integer_programs_bound() -> None:
     """Over 5 % only where the optimum over all cuts and counts is: the bound knows nothing of receives that are posted
     one action ahead."""

@@ -67,6 +67,7 @@ def test_what_the_plan_says() -> None:
     assert "2 stages on 2 devices, 1f1b" in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved"])
 def test_the_budget_named_by_the_error_is_enough(schedule: str) -> None:
     with pytest.raises(BudgetInfeasible, match=r"rank \d.*stage \d") as caught:
@@ -88,6 +89,7 @@ def test_tighter_budgets_take_longer_and_hold() -> None:
     assert tight.step_s > roomy.step_s
 
 
+@pytest.mark.slow
 def test_schedule_and_number_of_microbatches_are_chosen_together() -> None:
     found = pipeline(num_microbatches=None)
     plan, tried = found.plan, found.plan.tried
@@ -172,6 +174,7 @@ def test_a_stage_plan_pays_for_every_microbatch_in_flight() -> None:
         planner.plan(100, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gpt2_dropout"])
 def test_a_stage_is_never_worse_for_a_tier(name: str) -> None:
     """Neither in the fewest bytes it needs nor, under a room that does without, in time."""

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxmem.ir.program import Program
@@ -54,6 +54,7 @@ def check(kernel: Kernel, program: Program) -> None:
     assert kernel.evaluate(0) == score
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_random_states_agree_with_oracle_and_simulator(data: st.DataObject) -> None:
     program = data.draw(programs())

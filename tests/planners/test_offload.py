@@ -105,7 +105,7 @@ def brute_extra_s(kernel: JointKernel, budget: int) -> float:
     return best
 
 
-@settings(max_examples=25, phases=NO_SHRINK)
+@settings(max_examples=20, phases=NO_SHRINK)
 @given(programs(SMALL), st.floats(0.4, 1.0), st.sampled_from([2.0, 10.0]))
 def test_brute_force_over_all_states_is_matched_and_the_bound_is_below(
     program: Program, share: float, pace: float

@@ -42,10 +42,11 @@ def test_optimum_is_that_of_enumeration(seed: int) -> None:
 
 
 def test_cut_off_answers_are_bounds_and_repeat() -> None:
-    whole, effort = solved(60, 30, 0, np.ones(60, dtype=np.bool_))
+    integral = np.ones(50, dtype=np.bool_)
+    whole, effort = solved(50, 25, 0, integral)
     limit_s = effort.now() / 3
-    first, spent = solved(60, 30, 0, np.ones(60, dtype=np.bool_), limit_s)
-    again, as_much = solved(60, 30, 0, np.ones(60, dtype=np.bool_), limit_s)
+    first, spent = solved(50, 25, 0, integral, limit_s)
+    again, as_much = solved(50, 25, 0, integral, limit_s)
     assert whole.is_optimal
     assert not first.is_optimal
     assert first.bound <= whole.bound + 1e-6

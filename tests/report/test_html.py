@@ -77,7 +77,7 @@ def test_every_kind_of_byte_is_counted_once(plan):
         assert np.array_equal(sum(run.bytes_of.values()), run.result.bytes_at)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(plans())
 def test_any_plan_has_a_page(tmp_path_factory, made):
     path = tmp_path_factory.mktemp("any") / "report.html"

@@ -49,6 +49,7 @@ def test_a_plan_without_the_captured_graph_says_so(plan, tmp_path):
         Plan.load(tmp_path / "plan.json").torch_plans()
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     report = tmp_path / "report.html"
     command = ["plan", "gpt2", "--size", "tiny", "--budget", "0.9", "--device", "cpu", "--report", str(report)]

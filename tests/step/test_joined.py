@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fxmem.ir.program import Op, Program, Storage
+from fxmem.ir.program import Fission, Op, Program, Storage
+from fxmem.ir.program import Part as SplitPart
 from fxmem.planners.plan import baseline_actions, make_plan
 from fxmem.planners.problem import reduce_program
+from fxmem.report.regions import regions_of
 from fxmem.schedule import simulate
 from fxmem.step.joined import Beside, Made, Part, join
 from fxmem.testing import programs, schedules
@@ -33,6 +35,7 @@ def test_one_call_has_the_bytes_that_it_has_alone(data: st.DataObject) -> None:
     assert simulate(program, joined.split(merged)[0]).peak_bytes == simulate(program, actions).peak_bytes
 
 
+@settings(max_examples=settings.default.max_examples // 2)  # of two programs each, with their schedules
 @given(st.data())
 def test_calls_in_flight_together_stand_on_each_other(data: st.DataObject) -> None:
     """What earlier calls save stands under later ones, and what stands beside them in every segment."""
@@ -49,6 +52,21 @@ def test_calls_in_flight_together_stand_on_each_other(data: st.DataObject) -> No
     assert joined.merge(again) == joined.merge(schedules_of)
 
 
+
+def test_split_regions_are_numbered_through_all_calls() -> None:
+    def split(dim: int) -> Program:
+        ops = (
+            Op(0, "x", "input", "forward", (), (0,), is_input=True),
+            *(Op(1 + i, f"f_part{i}", "f", "forward", (0,), (1 + i,), part=SplitPart("f", i, 0)) for i in range(2)),
+            Op(3, "sum", "sum", "forward", (1, 2), (3,)),
+        )
+        program = Program("p", ops, tuple(Storage(i, 8) for i in range(4)), (3,), ())
+        return replace(program, fissions=(Fission(0, dim, (0, 1, 2)),), unsplit=program)
+
+    joined = join([Part(split(dim), {0: ("held", dim)}, {}) for dim in (0, 1)], [1, 0]).program
+    assert [fission.dim for fission in joined.fissions] == [0, 1]
+    assert [(op.part.region, op.part.number) for op in joined.ops if op.part] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [region.fission.dim for region in regions_of(joined)] == [0, 1]
 
 
 def test_a_value_that_another_call_takes_is_one_storage_and_made_once() -> None:

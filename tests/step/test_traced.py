@@ -197,6 +197,7 @@ def test_a_gradient_penalty_goes_with_it():
     torch.testing.assert_close(penalty(fxmem.compile(critic, capture="trace")), penalty(critic))
 
 
+@pytest.mark.slow
 def test_gpt2_with_labels_is_one_graph():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
