@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -47,8 +47,8 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target not in _VIEWS:
+def _is_view(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.target not in _VIEWS:
         return False
     base = node.args[0].meta["val"]  # type: ignore[union-attr]
     is_known = all(type(size) is int for size in (*base.shape, *node.meta["val"].shape))

@@ -141,6 +141,20 @@ def _nothing_in_parts(joint: JointGraph, region: Region) -> str:
     return f"{described(joint, blocked)} {_why(blocked)} along {where}"
 
 
+def obstacle(joint: JointGraph, region: Region) -> str:
+    """What keeps a region small: the op next to it that reads and makes most of all that can't run in parts."""
+
+    def weight(node: fx.Node) -> tuple[bool, int]:
+        return _explains(node), sum(map(nbytes, {*node.all_input_nodes, *(t for t, _ in tensors_made(node))}))
+
+    seed = joint.nodes[region.fission.seed]
+    where = f"dimension {region.fission.dim} of {described(joint, seed)}"
+    largest = max(region.blocked, key=weight, default=None)
+    if largest is None:
+        return f"too little stays in parts along {where}"
+    return f"{described(joint, largest)} {_why(largest)} along {where}"
+
+
 def _explains(node: fx.Node) -> bool:
     return base_of(node) is None if is_tensor(node) else True
 
@@ -150,6 +164,8 @@ def _why(node: fx.Node) -> str:
         return "draws random numbers, so it can't run in parts"
     if is_collective(node):
         return "talks to other processes, so it can't run in parts"
+    if "batch_norm" in str(node.target):
+        return "takes its statistics over all samples, so it can't run in parts"
     if written_args(node):
         return "writes in place, so it can't run in parts"
     return "can't run in parts"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
+from fxmem import compat
 from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
-from fxmem.analysis.regions import grow
+from fxmem.analysis.regions import grow, obstacle
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
 from fxmem.ir.program import Fission, Program
@@ -23,6 +25,7 @@ LEAST_BYTES = 2**20
 """Smaller values are not split: where they are the largest, memory is not what a step lacks."""
 _MOST_PARTS = 16
 _FEW_PARTS = 4
+_MOST_OPS = 30_000  # of all parts: more take minutes to write out and plan
 _NORMAL_FORM = (IgnoredRows(), DirectViews(), LossNormalForm())
 _SHARE = 3  # values below this part of the seed are not drawn into a region around it
 
@@ -54,51 +57,73 @@ class Candidates:
         self._joint = _normal_form(joint) if is_open else joint
         regions = self._regions() if is_open else ()
         found = {r.fission: len(r.members) * r.fission.num_parts for r in regions}
-        self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in sorted(found, key=found.__getitem__)]
+        few = [fission for fission in sorted(found, key=found.__getitem__) if found[fission] <= _MOST_OPS]
+        self.fissions: list[tuple[Fission, ...]] = [(fission,) for fission in few]
 
     def _regions(self) -> Iterator[Region]:
-        sizes = [(nbytes(node), -i) for i, node in enumerate(self._joint.nodes) if _owns_bytes(node)]
-        size, at = max(sizes, default=(0, 0))
-        if size >= LEAST_BYTES:
+        seed = max(_batched(self._joint), key=nbytes, default=None)
+        size = 0 if seed is None else nbytes(seed)
+        if seed is not None and size >= LEAST_BYTES:
             for least_bytes in (size // _SHARE, 0):
-                yield from self._forms(-at, least_bytes)
+                yield from self._forms(self._joint.nodes.index(seed), least_bytes)
 
     def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
         """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""
         dims = range(self._joint.nodes[seed].meta["val"].ndim)
-        regions = [region for dim in dims if (region := self._finest(seed, dim, least_bytes)) is not None]
-        best = max(regions, key=lambda region: region.inside_bytes / (1 + region.border_bytes), default=None)
-        if best is None:
+        regions = [self._finest(seed, dim, least_bytes) for dim in dims]
+        found = [region for region in regions if not region.refused]
+        if not found:
+            self._note(max(regions, key=lambda region: region.inside_bytes, default=None))
             return
+        if regions[0].refused:
+            self._note(regions[0])  # the batch, mostly
+        best = max(found, key=lambda region: region.inside_bytes / (1 + region.border_bytes))
         yield best
         fission = best.fission
         for num_parts in dict.fromkeys((fission.num_parts, min(_FEW_PARTS, fission.num_parts))):
             coarse = fission.offsets[:: fission.num_parts // num_parts]
-            fused = self._grown(replace(fission, offsets=coarse, fuse=True))
-            if fused is not None:
+            fused = grow(self._joint, replace(fission, offsets=coarse, fuse=True))
+            if fused.refused:
+                self._note(fused)
+            else:
                 yield fused
 
-    def _finest(self, seed: int, dim: int, least_bytes: int) -> Region | None:
-        """The region along `dim` in as many parts as leave it as large as it is in two."""
+    def _finest(self, seed: int, dim: int, least_bytes: int) -> Region:
+        """The region along `dim` in as many parts as leave it as large as it is in two; refused if not worth it."""
         size = self._joint.nodes[seed].meta["val"].shape[dim]
-        found: Region | None = None
+        found = Region(Fission(seed, dim, (0, size)), refused=f"dimension {dim} has one element")
         for num_parts in _numbers_of_parts(size):
             offsets = tuple(size * i // num_parts for i in range(num_parts + 1))
-            region = self._grown(Fission(seed, dim, offsets, min_bytes=least_bytes))
-            if region is None or region.inside_bytes < region.border_bytes:
-                return found
-            if found is not None and region.inside_bytes < found.inside_bytes:
+            region = grow(self._joint, Fission(seed, dim, offsets, min_bytes=least_bytes))
+            if not region.refused and region.inside_bytes < region.border_bytes:
+                region = region.refuse(obstacle(self._joint, region))
+            if not found.refused and (region.refused or region.inside_bytes < found.inside_bytes):
                 return found
             found = region
+            if found.refused:
+                return found
         return found
 
-    def _grown(self, fission: Fission) -> Region | None:
-        region = grow(self._joint, fission)
-        if not region.refused:
-            return region
-        if region.refused not in self.refusals:
+    def _note(self, region: Region | None) -> None:
+        if region is not None and region.refused not in self.refusals:
             self.refusals.append(region.refused)
-        return None
+
+
+def _batched(joint: JointGraph) -> Iterator[fx.Node]:
+    """What ops make of the step's arguments, but for gradients that are returned: what may have a batch in it."""
+    returned = {storage for node in joint.outputs[joint.num_forward_outputs :] for storage in _storages(node)}
+    static, varying = set(joint.static_inputs), set[fx.Node]()
+    for node in joint.nodes:
+        is_argument = node.op == "placeholder" and node.name not in static
+        if is_argument or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+            if _owns_bytes(node) and returned.isdisjoint(_storages(node)):
+                yield node
+
+
+def _storages(node: Any) -> Iterator[int]:
+    if isinstance(node, fx.Node) and is_tensor(node):
+        yield compat.storage_key(node.meta["val"])
 
 
 def _owns_bytes(node: fx.Node) -> bool:

@@ -38,6 +38,7 @@ def verify_fakes(graph: fx.Graph) -> int:
     return len(nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "unet"])
 def test_parts_have_the_values_that_their_ops_make(model: str) -> None:
     module, args = build(model, "tiny")
