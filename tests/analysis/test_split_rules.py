@@ -212,8 +212,10 @@ def test_statistics_of_a_layer_norm_are_not_handed_over_with_gaps() -> None:
 def test_heads_that_share_a_key_are_not_split_apart() -> None:
     query, key, value = (torch.ones(2, heads, 3, 4) for heads in (4, 4, 4))
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    node, _, _ = call_node(op, (query, query + 0, key, value, query + 0, torch.ones(2, 4, 3), 0.0, False), {})
+    args = (query, query + 0, key, value, query + 0, torch.ones(2, 4, 3), 0.0, False)
+    node, _, _ = call_node(op, args, {})
     assert {way.inputs[0] for way in ways(node)} == {0, 1, 2}
+    node, _, _ = call_node(op, args, {})
     for shared in (node.args[2], node.args[3]):
         shared.meta["val"] = torch.ones(2, 1, 3, 4)
     node.meta["val"] = (query, torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
