@@ -106,6 +106,5 @@ def _input_storages(joint: JointGraph) -> set[int]:
     return {key for node in joint.nodes if node.op != "call_function" for key in compat.storage_keys(node)}
 
 
-
 def _storage(node: fx.Node) -> int:
     return compat.storage_key(node.meta["val"])

@@ -11,9 +11,9 @@ from torch import fx
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
 from fxmem.passes.normal_form import Rewriter
+from fxmem.passes.part_graph import VIEWS
 
 aten = torch.ops.aten
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or node.target not in _VIEWS:
+    if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return False
     base = node.args[0].meta["val"]  # type: ignore[union-attr]
     is_known = all(type(size) is int for size in (*base.shape, *node.meta["val"].shape))

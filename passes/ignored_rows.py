@@ -20,10 +20,10 @@ from fxmem.analysis.split_families.call import Call
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
 from fxmem.passes.normal_form import Rewriter
+from fxmem.passes.part_graph import VIEWS
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.alias.default, aten.detach.default})
-_SHAPED = frozenset({aten.view.default, aten._unsafe_view.default})
 _COPIED = frozenset({aten.clone.default, aten._to_copy.default})
 Box = tuple[tuple[int, int], ...]
 """First and last row (exclusive) of what is left, along each dim but the last."""
@@ -147,7 +147,7 @@ def _above(softmax: fx.Node) -> list[fx.Node]:
     """The nodes from the first slice to `softmax`, in order, each read by the next one only."""
     chain: list[fx.Node] = []
     reader, node = softmax, softmax.args[0]
-    allowed = _SAME | _SHAPED | _COPIED | {aten.slice.Tensor}
+    allowed = _SAME | VIEWS | _COPIED | {aten.slice.Tensor}
     while isinstance(node, fx.Node) and node.target in allowed and set(node.users) == {reader}:
         chain.append(node)
         reader, node = node, node.args[0]
@@ -209,7 +209,7 @@ def _below(gradient: fx.Node, base: fx.Node) -> list[fx.Node]:
     chain: list[fx.Node] = []
     shape = tuple(base.meta["val"].shape)
     for node in _only_readers(gradient):
-        if node.target not in _SAME | _SHAPED | _COPIED | {aten.slice_backward.default}:
+        if node.target not in _SAME | VIEWS | _COPIED | {aten.slice_backward.default}:
             return []
         chain.append(node)
         if node.target is aten.slice_backward.default and tuple(node.meta["val"].shape) == shape:

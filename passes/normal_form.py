@@ -23,10 +23,10 @@ from fxmem.analysis.split_families.call import Call, Size
 from fxmem.analysis.split_families.losses import MEAN, SUM
 from fxmem.capture import JointGraph
 from fxmem.passes.base import GraphPass
-from fxmem.passes.part_graph import PartGraph
+from fxmem.passes.part_graph import VIEWS, PartGraph
 
 aten = torch.ops.aten
-_DERIVED = frozenset({operator.getitem, aten.view.default, aten._unsafe_view.default})
+_DERIVED = VIEWS | {operator.getitem}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from fxmem.capture.notes import META, notes
 from fxmem.passes.fakes import Fakes
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Those that give the elements another shape."""
 
 
 class PartGraph:
@@ -77,7 +78,7 @@ class PartGraph:
         try:
             node.meta["val"] = self._run(node)
         except RuntimeError:
-            if target not in _VIEWS:
+            if target not in VIEWS:
                 raise
             self._make_viewable(node, source, note)
         return node

@@ -360,7 +360,6 @@ def _leaves(node: fx.Node, is_sum: object) -> Iterator[fx.Node]:
             yield part
 
 
-
 def _unread_in_forward(forward: Sequence[fx.Node], joint: JointGraph) -> set[fx.Node]:
     """Forward ops that only backward and updates of inputs read, where running them earlier changes nothing."""
     returned = {r for r in joint.outputs if isinstance(r, fx.Node)}

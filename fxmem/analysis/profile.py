@@ -182,7 +182,8 @@ def measure_call(call: Call) -> Measured:
         run()  # libraries allocate their own workspaces once
     outputs, peak_bytes = _peak_on_cuda(run, call.device) if on_cuda else _peak_on_cpu(run)
     storage_bytes = _storage_bytes(call, outputs, tensors)
-    standing = run()  # above what the timed runs reuse, or the heap's top would go back to the system after each
+    # On the CPU one output stands above what timed runs reuse: else the heap's top goes back to the system each time.
+    standing = None if on_cuda else run()
     del outputs
     seconds = _time(run, _cuda_seconds if on_cuda else _cpu_seconds)
     del standing

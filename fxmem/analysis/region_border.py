@@ -221,8 +221,6 @@ class _Order:
                         self._precede(node, other)
 
 
-
-
 def ancestors_among(nodes: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.Node]:
     """What `nodes` depend on, through nodes `among` only (themselves left out)."""
     found: set[fx.Node] = set()

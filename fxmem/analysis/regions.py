@@ -133,12 +133,8 @@ def _is_waited_for(border: Border, tensor: fx.Node) -> bool:
 
 
 def _nothing_in_parts(joint: JointGraph, region: Region) -> str:
-    seed = joint.nodes[region.fission.seed]
-    where = f"dimension {region.fission.dim} of {described(joint, seed)}"
-    blocked = next(iter(sorted(region.blocked, key=lambda n: not _explains(n))), None)
-    if blocked is None:
-        return f"nothing can run part by part along {where}"
-    return f"{described(joint, blocked)} {_why(blocked)} along {where}"
+    first = min(region.blocked, key=lambda node: not _explains(node), default=None)
+    return _kept_whole(joint, region, first, "nothing can run part by part")
 
 
 def obstacle(joint: JointGraph, region: Region) -> str:
@@ -147,12 +143,13 @@ def obstacle(joint: JointGraph, region: Region) -> str:
     def weight(node: fx.Node) -> tuple[bool, int]:
         return _explains(node), sum(map(nbytes, {*node.all_input_nodes, *(t for t, _ in tensors_made(node))}))
 
+    return _kept_whole(joint, region, max(region.blocked, key=weight, default=None), "too little stays in parts")
+
+
+def _kept_whole(joint: JointGraph, region: Region, by: fx.Node | None, otherwise: str) -> str:
     seed = joint.nodes[region.fission.seed]
-    where = f"dimension {region.fission.dim} of {described(joint, seed)}"
-    largest = max(region.blocked, key=weight, default=None)
-    if largest is None:
-        return f"too little stays in parts along {where}"
-    return f"{described(joint, largest)} {_why(largest)} along {where}"
+    what = otherwise if by is None else f"{described(joint, by)} {_why(by)}"
+    return f"{what} along dimension {region.fission.dim} of {described(joint, seed)}"
 
 
 def _explains(node: fx.Node) -> bool:

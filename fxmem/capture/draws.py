@@ -115,7 +115,6 @@ def _drawing_device(node: fx.Node) -> torch.device | None:
     return device if device.type in ("cpu", "cuda") and nbytes > _state_bytes(device.type) else None
 
 
-
 @cache
 def _state_bytes(kind: str) -> int:
     return int(torch.default_generator.get_state().numel()) if kind == "cpu" else 16

@@ -149,7 +149,6 @@ def _may_merge(node: fx.Node) -> bool:
     return not written_args(node) and not any(user.op == "output" or node in written_args(user) for user in node.users)
 
 
-
 def _make_value_again(node: fx.Node) -> None:
     """Run a view on the fake value that its base has now."""
     values = [t.fake_mode for t in compat.tensors_of(node) if isinstance(t, compat.FakeTensor)]

@@ -101,7 +101,6 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-
 def _nbytes(node: fx.Node) -> int:
     """Bytes of the storages that the node's values live in, at the sizes seen during capture."""
     return sum({compat.storage_key(t): compat.hint(compat.storage_nbytes(t)) for t in compat.tensors_of(node)}.values())

@@ -165,8 +165,7 @@ def _print_beside(plans: list[Plan]) -> None:
     for name in ("setting", "peak", "extra time"):
         table.add_column(name, justify="right")
     for made in plans:
-        share = made.extra_s / made.baseline_s if made.baseline_s else 0.0
-        table.add_row(made.planner.split()[-1], format_bytes(made.peak_bytes), f"{share:.2%}")
+        table.add_row(made.planner.split()[-1], format_bytes(made.peak_bytes), f"{made.extra_share:.2%}")
     Console().print(table)
 
 

@@ -68,6 +68,11 @@ class Plan:
         """(extra - lower bound) / baseline: how far from optimal this plan can be at most."""
         return (self.extra_s - self.lower_bound_s) / self.baseline_s if self.baseline_s else 0.0
 
+    @property
+    def extra_share(self) -> float:
+        """Extra seconds over those of the step with everything saved."""
+        return self.extra_s / self.baseline_s if self.baseline_s else 0.0
+
     @cached_property
     def simulation(self) -> SimResult:
         """Bytes at every action, timeline, lifetimes."""
@@ -116,10 +121,9 @@ class Plan:
     def __repr__(self) -> str:
         """One line; `str` has the tables."""
         budget = "" if self.budget_bytes is None else f" under {format_bytes(self.budget_bytes)}"
-        share = self.extra_s / self.baseline_s if self.baseline_s else 0.0
         peaks = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.baseline_peak_bytes)}"
         graph = f"{self.program.name} [{self.program.fingerprint}]"
-        return f"<Plan of {graph} by {self.planner}{budget}: {peaks}, {share:+.1%} time>"
+        return f"<Plan of {graph} by {self.planner}{budget}: {peaks}, {self.extra_share:+.1%} time>"
 
     def __str__(self) -> str:
         from fxmem.report.text import summary

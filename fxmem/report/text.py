@@ -73,8 +73,7 @@ def line(plan: Plan, measured_bytes: int | None) -> str:
     base = f"{format_bytes(plan.baseline_peak_bytes)} without a plan"
     parts = [f"{budget}, predicted {format_bytes(plan.peak_bytes)}, {measured} ({base})"]
     again = sum(isinstance(action, Recompute) for action in plan.actions)
-    share = plan.extra_s / plan.baseline_s if plan.baseline_s else 0.0
-    parts.append(f"{share:.2%} more op time" + f" for {again} ops run again" * bool(again))
+    parts.append(f"{plan.extra_share:.2%} more op time" + f" for {again} ops run again" * bool(again))
     if plan.program.fissions:
         split = (f"{region.name} in {region.fission.num_parts} parts" for region in regions_of(plan.program))
         parts.append(", ".join(split))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -111,19 +110,15 @@ class Candidates:
 
 def _batched(joint: JointGraph) -> Iterator[fx.Node]:
     """What ops make of the step's arguments, but for gradients that are returned: what may have a batch in it."""
-    returned = {storage for node in joint.outputs[joint.num_forward_outputs :] for storage in _storages(node)}
+    gradients = (node for node in joint.outputs[joint.num_forward_outputs :] if isinstance(node, fx.Node))
+    returned = {key for node in gradients for key in compat.storage_keys(node)}
     static, varying = set(joint.static_inputs), set[fx.Node]()
     for node in joint.nodes:
         is_argument = node.op == "placeholder" and node.name not in static
         if is_argument or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
-            if _owns_bytes(node) and returned.isdisjoint(_storages(node)):
+            if _owns_bytes(node) and returned.isdisjoint(compat.storage_keys(node)):
                 yield node
-
-
-def _storages(node: Any) -> Iterator[int]:
-    if isinstance(node, fx.Node) and is_tensor(node):
-        yield compat.storage_key(node.meta["val"])
 
 
 def _owns_bytes(node: fx.Node) -> bool:

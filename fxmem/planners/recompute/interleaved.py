@@ -32,8 +32,9 @@ _TURNS = 24
 def interleaved(program: Program) -> Problem | None:
     """`program` as kernels of parts' forwards, which may run again, and the rest; None where nothing is made so, or
     draws and overwrites would change places."""
-    once = _running_once(program)
-    if not any(op.fused == "forward" and op.index not in once for op in program.ops):
+    inside = [op.index for op in program.ops if op.fused == "forward"]
+    once = _running_once(program) if inside else set()
+    if once.issuperset(inside):
         return None
     effects = [op.index for op in program.ops if op.is_random or op.is_collective or op.mutates]
     if max((i for i in effects if i not in once), default=-1) > min(once):
@@ -69,13 +70,13 @@ def plan_interleaved(problem: Problem, budget_bytes: int, options: Options, plan
     search = _Search(anywhere, budget_bytes, options)
     better = search.best(found.actions or ())
     if isinstance(found, Solution):
-        return _cheaper(problem.program, found, better, budget_bytes)
+        return _cheaper(problem.program, found, better)
     if better is not None:
         return better
     raise min(found, search.refusal(), key=lambda error: error.min_bytes)
 
 
-def _cheaper(program: Program, captured: Solution, anywhere: Solution | None, budget_bytes: int) -> Solution:
+def _cheaper(program: Program, captured: Solution, anywhere: Solution | None) -> Solution:
     if anywhere is None:
         return captured
     seconds, other_s = (simulate(program, found.actions).seconds for found in (captured, anywhere))
@@ -89,7 +90,9 @@ class _Search:
 
     def __init__(self, problem: Problem, budget_bytes: int, options: Options) -> None:
         self.problem, self.budget_bytes, self.options = problem, budget_bytes, options
-        self.kernel = Kernel(problem, _candidates(problem), options.effort)
+        self.inside = _made_inside(problem)
+        cand = candidates(problem) | self.inside  # of a part's forward everything, however small
+        self.kernel = Kernel(problem, cand.astype(np.uint8), options.effort)
         self.kernel.load(self._lazy(self.kernel.all_saved()))
         self.pool = Pool(self.kernel, budget_bytes, self.kernel.evaluate(budget_bytes).peak_bytes)
 
@@ -125,15 +128,11 @@ class _Search:
 
     def _lazy(self, state: State) -> State:
         """`state`, with nothing of a part made before it is needed."""
-        ops, made = self.problem.program.ops, self.problem.producer
-        inside = [p >= 0 and ops[self.problem.kernel_op[p]].fused == "forward" for p in made]
-        return replace(state, saved=np.where(inside, 0, state.saved).astype(np.uint8))
+        return replace(state, saved=np.where(self.inside, 0, state.saved).astype(np.uint8))
 
 
-def _candidates(problem: Problem) -> npt.NDArray[np.uint8]:
-    """What is decided about: as usual, and everything that a part's forward makes, however small."""
-    ops, cand = problem.program.ops, candidates(problem)
-    for storage, kernel in enumerate(problem.producer):
-        if 0 <= kernel < problem.num_forward and ops[problem.kernel_op[kernel]].fused == "forward":
-            cand[storage] = 1
-    return cand
+def _made_inside(problem: Problem) -> npt.NDArray[np.bool_]:
+    """Storages that the forward of a part makes, and may make again."""
+    ops = problem.program.ops
+    kernels = [k for k in range(problem.num_forward) if ops[problem.kernel_op[k]].fused == "forward"]
+    return np.isin(problem.producer, kernels)
