@@ -89,10 +89,12 @@ def _solved(solve: Solve[T], key: T, share: float = 1.0) -> Plan:
 
 
 def _smallest(outlooks: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
-    """The form that goes lowest, among the one of least need and the unsplit one."""
-    least = min(outlooks, key=lambda form: form.least_bytes)
-    plans = [(key, _solved(solve, key)) for key in dict.fromkeys((least.key, outlooks[0].key))]
-    return min(plans, key=lambda found: (found[1].peak_bytes, found[1].extra_s))
+    """The form that goes lowest, among the one of least need and the unsplit one, unless that can't go so low."""
+    unsplit, least = outlooks[0], min(outlooks, key=lambda form: form.least_bytes)
+    found = least.key, _solved(solve, least.key)
+    if least is unsplit or found[1].peak_bytes < unsplit.least_bytes:
+        return found
+    return min((found, (unsplit.key, _solved(solve, unsplit.key))), key=lambda plan: (plan[1].peak_bytes, plan[1].extra_s))
 
 
 class _Choice(Generic[T]):
@@ -104,9 +106,9 @@ class _Choice(Generic[T]):
         self.refusals: list[BudgetInfeasible] = []
 
     def among(self, unsplit: Outlook[T], others: Iterable[Outlook[T]]) -> tuple[T, Plan]:
-        """`others` are made one by one, as long as what was found may be worth improving."""
-        if unsplit.least_bytes <= self.limit:
-            self._try(unsplit, 1.0)
+        """`others` are made one by one, as long as what was found may be worth improving. The unsplit form is planned
+        in full unless another one's trial is below its bound."""
+        whole = self._try(unsplit, _TRIAL) if unsplit.least_bytes <= self.limit else None
         trials, looked = [], [unsplit]
         for form in others if not self._is_good else ():
             looked.append(form)
@@ -114,6 +116,8 @@ class _Choice(Generic[T]):
                 trials.append((trial.extra_s, form))
             if self._is_good:
                 break
+        if unsplit.least_bytes <= self.limit and (whole is None or self._best_s >= whole.lower_bound_s):
+            self._try(unsplit, 1.0)
         for extra_s, form in sorted(trials, key=lambda found: found[0])[:1]:
             if form.peak_bytes > self.limit and extra_s > form.split_s:
                 self._try(form, 1.0)
@@ -122,6 +126,10 @@ class _Choice(Generic[T]):
         if self.found is None:
             raise min(self.refusals, key=lambda error: error.min_bytes)
         return self.found
+
+    @property
+    def _best_s(self) -> float:
+        return float("inf") if self.found is None else self.found[1].extra_s
 
     @property
     def _is_good(self) -> bool:

@@ -97,7 +97,7 @@ def planner_options(program: Program, settings: Settings, share: float = 1.0, st
     solve_s = settings.solve_s
     if share < 1.0:
         solve_s = share * (default_limit_s(reduce_program(program)) if solve_s is None else solve_s)
-    certify = share == 1.0 and not _is_written_out(program)
+    certify = program.unsplit is None or (share == 1.0 and not _is_written_out(program))
     progress = _progress(program.name)
     return Options(
         certify=certify, solve_s=solve_s, tiers=settings.tiers, machine=links, progress=progress, start=start

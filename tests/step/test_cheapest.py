@@ -11,7 +11,7 @@ from fxmem.ir.program import Op, Program, Storage
 from fxmem.planners.plan import Plan, baseline_actions, judge
 from fxmem.planners.problem import reduce_program
 from fxmem.schedule import Machine
-from fxmem.step.fission import cheapest
+from fxmem.step.fission import Outlook, _Choice, cheapest
 
 
 def program(nbytes: int, seconds: float = 1.0) -> Program:
@@ -72,3 +72,31 @@ def test_the_smallest_need_of_all_forms_is_named_and_whose_it_is() -> None:
     with pytest.raises(BudgetInfeasible) as alone:
         cheapest("whole", list, PROGRAMS.__getitem__, lambda key, share: choose(10, [])[1], 10)
     assert alone.value.form == "whole"
+
+
+@pytest.mark.parametrize(("bound_s", "in_full"), [(0.3, False), (0.1, True)])
+def test_the_unsplit_form_is_searched_in_full_unless_another_one_is_below_its_bound(
+    bound_s: float, in_full: bool
+) -> None:
+    asked: list[tuple[str, float]] = []
+    costs = {"whole": (0.4, bound_s), "parts": (0.2, 0.0)}
+
+    def solve(key: str, share: float) -> Plan:
+        asked.append((key, share))
+        extra_s, lower_bound_s = costs[key]
+        return replace(as_captured(key), extra_s=extra_s, lower_bound_s=lower_bound_s)
+
+    whole, parts = Outlook("whole", 100, 2000, 0.0), Outlook("parts", 50, 400, 0.1)
+    assert _Choice(solve, 500).among(whole, [parts])[0] == "parts"
+    assert (("whole", 1.0) in asked) == in_full
+
+
+def test_the_unsplit_form_is_not_planned_to_its_smallest_where_another_one_is_below_it() -> None:
+    asked: list[str] = []
+
+    def solve(key: str, share: float) -> Plan:
+        asked.append(key)
+        return as_captured(key)
+
+    assert cheapest("whole", lambda: ["parts"], PROGRAMS.__getitem__, solve, "min")[0] == "parts"
+    assert asked == ["parts"]
