@@ -94,7 +94,8 @@ def _smallest(outlooks: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]
     found = least.key, _solved(solve, least.key)
     if least is unsplit or found[1].peak_bytes < unsplit.least_bytes:
         return found
-    return min((found, (unsplit.key, _solved(solve, unsplit.key))), key=lambda plan: (plan[1].peak_bytes, plan[1].extra_s))
+    plans = (found, (unsplit.key, _solved(solve, unsplit.key)))
+    return min(plans, key=lambda made: (made[1].peak_bytes, made[1].extra_s))
 
 
 class _Choice(Generic[T]):
