@@ -10,7 +10,7 @@ from fxmem.errors import OptionError
 from fxmem.ir.program import Fission
 from tests.step.test_fission import Classifier
 
-BUDGET = 7 * 2**20  # parameters and gradients take 4 MiB, and a row of scores half of one
+BUDGET = 8 * 2**20  # parameters and gradients take 4 MiB, and a row of scores half of one
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_splitting_allows_larger_batches_that_can_be_planned() -> None:
     args = (torch.randn(4, 4), torch.randint(131072, (4,)))
     whole = fxmem.max_batch(module, args, BUDGET, fission="off", solve_s=0.1)
     parts = fxmem.max_batch(module, args, BUDGET, solve_s=0.1)
-    assert parts >= 2 * whole
+    assert parts >= 4 * whole
     larger = (torch.randn(parts, 4), torch.randint(131072, (parts,)))
     plan = fxmem.plan(module, larger, BUDGET, solve_s=0.1)
     assert plan.program.fissions
