@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
+from fxmem.errors import BudgetInfeasible, FxmemError, OptionError, PlanMismatch
 from fxmem.passes.stage_split import Cuts, StageGraph
 from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
+from fxmem.pipelining.stage_forms import split_stage
 from fxmem.planners.effort import Effort
 from fxmem.report.pipeline import START, PipelineFigures, Segment, write_pipeline
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Action
+from fxmem.step.candidates import described
 from fxmem.units import format_bytes
 
 Rows = list[list[str]]
@@ -31,8 +34,8 @@ _PATIENCE_S = 60.0
 @dataclass(frozen=True)
 class StageResult:
     """One stage. `cut`: the op it begins with; `peak_bytes`: of its rank; `busy_s`: seconds of one microbatch, of which
-    `extra_s` recomputing or waiting for transfers of `moved_bytes`; `saved_bytes`: held by each of `in_flight`
-    microbatches; `static_bytes`: parameters and buffers.
+    `extra_s` recomputing, waiting for transfers of `moved_bytes` or because ops are split; `saved_bytes`: held by each
+    of `in_flight` microbatches; `static_bytes`: parameters and buffers; `split`: the regions in parts, in words.
     """
 
     index: int
@@ -47,6 +50,7 @@ class StageResult:
     busy_s: float
     extra_s: float
     moved_bytes: int
+    split: tuple[str, ...] = ()
 
 
 class Tried(NamedTuple):
@@ -100,6 +104,7 @@ class PipelineResult:
                 f"{s.busy_s:.4f} s a microbatch ({s.extra_s:.4f} s of it again or waiting)"
                 + (f", {format_bytes(s.moved_bytes)} moved" if s.moved_bytes else "")
             )
+            lines += [f"    split: {region}" for region in s.split]
         if len(self.tried) > 1:
             steps = (
                 f"{t.schedule} x {t.num_microbatches} {'does not fit' if t.step_s is None else f'{t.step_s:.4f} s'}"
@@ -176,16 +181,23 @@ class Driver:
             raise failure
 
     def _apply(self, decided: tuple[PipelineResult, Any]) -> None:
-        _, (positions, rows, rank_of, actions) = decided
+        _, (positions, rows, rank_of, actions, fissions) = decided
         self._cut(positions, rows, rank_of)
-        first = self.runtime.stage_graphs
-        targets = [_targets(graph) for graph in first]
+        captured = [_targets(graph) for graph in self.runtime.stage_graphs]
+        targets = [_targets(split_stage(g, f)) for g, f in zip(self.runtime.stage_graphs, fissions, strict=True)]
+
+        def in_parts(graph: StageGraph) -> StageGraph:
+            """Other shapes of microbatches as well, unless they have too few rows, or other ops."""
+            if _targets(graph) == captured[graph.index]:
+                with contextlib.suppress(PlanMismatch):
+                    return split_stage(graph, fissions[graph.index])
+            return graph
 
         def plan_stage(graph: StageGraph, program: object) -> Sequence[Action] | None:
             """The same schedule for every shape of microbatch whose graph has the same ops."""
             return actions[graph.index] if _targets(graph) == targets[graph.index] else None
 
-        self.runtime.plan_stage = plan_stage
+        self.runtime.split_stage, self.runtime.plan_stage = in_parts, plan_stage
         self.runtime.offload_dir = self.request.offload_dir
 
     def _cut(self, positions: Cuts, rows: Rows, rank_of: Sequence[int]) -> None:
@@ -202,8 +214,8 @@ class Driver:
         rows = found.schedule.as_csv_rows()
         self._cut(found.positions, rows, found.schedule.device_of)
         result = self._result(planner.num_microbatches, found, budget, bound_s, time.perf_counter() - started)
-        actions = [stage.actions for stage in found.stages]
-        return result, (found.positions, rows, found.schedule.device_of, actions)
+        actions, fissions = ([getattr(stage, name) for stage in found.stages] for name in ("actions", "fissions"))
+        return result, (found.positions, rows, found.schedule.device_of, actions, fissions)
 
     def _planners(self) -> Iterator[ModelPlanner]:
         """One for each number of microbatches, made when it is asked for; after the first, only while there is time.
@@ -310,6 +322,7 @@ class Driver:
                 busy_s=planned.forward_s + planned.backward_s,
                 extra_s=planned.extra_s,
                 moved_bytes=planned.moved_bytes,
+                split=tuple(described(graph.joint, planned.fissions)),
             )
             for graph, planned, count in zip(runtime.stage_graphs, found.stages, found.in_flight, strict=True)
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxmem.errors import BudgetInfeasible
-from fxmem.ir.program import Op, Program, Region
+from fxmem.ir.program import Fission, Op, Program, Region
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
@@ -37,7 +37,8 @@ and counts, if that fits."""
 class StageActions:
     """How a stage runs. `saved_bytes`: from forward to backward; `peak_bytes`: of one microbatch; `extra_s`: seconds of
     recomputation and of waiting for transfers; `forward_s`, `backward_s`: of one microbatch, those included;
-    `moved_bytes`: to and from a tier. Parameters don't count.
+    `moved_bytes`: to and from a tier; `fissions`: what of the stage runs in parts (seconds of which count as extra), as
+    the actions have it. Parameters don't count.
     """
 
     actions: tuple[Action, ...]
@@ -47,6 +48,7 @@ class StageActions:
     backward_s: float
     extra_s: float
     moved_bytes: int
+    fissions: tuple[Fission, ...] = ()
 
     def need_bytes(self, in_flight: int) -> int:
         return (in_flight - 1) * self.saved_bytes + self.peak_bytes

@@ -13,6 +13,7 @@ from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
 from fxmem.analysis.regions import grow, obstacle
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
+from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.base import run_passes
 from fxmem.passes.direct_views import DirectViews
@@ -39,6 +40,22 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
 def _normal_form(joint: JointGraph) -> JointGraph:
     """The graph whose nodes seeds are indices of."""
     return run_passes(joint, _NORMAL_FORM).joint
+
+
+def at_sizes(joint: JointGraph, fissions: tuple[Fission, ...]) -> tuple[Fission, ...]:
+    """`fissions` with their borders at the same fractions of the sizes that their seeds have in `joint`, a graph of the
+    same ops. Raises PlanMismatch where a seed has no such dimension."""
+    nodes = _normal_form(joint).nodes if fissions else []
+    return tuple(_at_size(nodes, fission) for fission in fissions)
+
+
+def _at_size(nodes: list[fx.Node], fission: Fission) -> Fission:
+    seed = nodes[fission.seed] if fission.seed < len(nodes) else None
+    shape = seed.meta["val"].shape if seed is not None and is_tensor(seed) else ()
+    if fission.dim >= len(shape):
+        raise PlanMismatch(f"there is no dimension {fission.dim} of node {fission.seed} to split along")
+    size = shape[fission.dim]
+    return replace(fission, offsets=tuple(size * offset // fission.size for offset in fission.offsets))
 
 
 class Candidates:

@@ -1,0 +1,107 @@
+"""A stage in its forms: as it was cut, and with a region of it in parts, planned under the same room.
+
+Microbatches split the batch already, so that only regions around a large value are tried, not the whole stage. What is
+planned without splitting is always among the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from torch import fx
+
+from fxmem.capture import JointGraph
+from fxmem.errors import BudgetInfeasible, PlanMismatch
+from fxmem.ir.program import Fission, Program
+from fxmem.passes.stage_split import StageGraph
+from fxmem.pipelining.stage_plan import StageActions, StagePlanner
+from fxmem.step.candidates import Candidates, at_sizes, split_graph
+
+Fissions = tuple[Fission, ...]
+_WORTH = 0.005  # of a stage: less extra time than this is not worth looking for
+
+
+def split_stage(graph: StageGraph, fissions: Fissions) -> StageGraph:
+    """`graph` with those regions in parts, also for microbatches of other sizes than those it was planned for.
+
+    Raises PlanMismatch, VerifyError where that can't be.
+    """
+    if not fissions:
+        return graph
+    joint = split_graph(graph.joint, at_sizes(graph.joint, fissions))
+    names = [node.name for node in _returned(joint)]
+    forward, backward = names[: joint.num_forward_outputs], names[joint.num_forward_outputs :]
+    sends = () if graph.is_last else tuple(forward)
+    return replace(graph, joint=joint, sends=sends, grad_sends=tuple(backward[: len(graph.grad_sends)]))
+
+
+def _returned(joint: JointGraph) -> Iterator[fx.Node]:
+    for result in joint.outputs:
+        if not isinstance(result, fx.Node):
+            raise PlanMismatch("a stage returns what is no value")
+        yield result
+
+
+class StageForms:
+    """Plans a stage in the cheapest of its forms. `whole`: the planner of the stage unsplit; `planner_of`: of a form.
+    `program`: of the stage unsplit.
+    """
+
+    def __init__(
+        self, graph: StageGraph, program: Program, whole: StagePlanner, planner_of: Callable[[Fissions], StagePlanner]
+    ) -> None:
+        self._graph, self._program, self._whole, self._planner_of = graph, program, whole, planner_of
+
+    @cached_property
+    def _split(self) -> list[tuple[Fissions, StagePlanner, float]]:
+        """(regions, planner, seconds that splitting adds by itself), those of the fewest kernels first."""
+        found = Candidates(self._graph.joint, self._program).fissions
+        planners = [(some, self._planner_of(some)) for some in found if all(f.min_bytes for f in some)]
+        whole_s = _seconds(self._whole.everything_saved)
+        return [(some, planner, _seconds(planner.everything_saved) - whole_s) for some, planner in planners]
+
+    @property
+    def everything_saved(self) -> StageActions:
+        return self._whole.everything_saved
+
+    def plan(self, room_bytes: int, in_flight: int) -> StageActions:
+        """The fastest way found that fits `room_bytes` with `in_flight` microbatches.
+
+        Raises BudgetInfeasible with the least room that any form was found to need.
+        """
+        best: StageActions | None = None
+        refusals: list[BudgetInfeasible] = []
+
+        def consider(make: Callable[[], StageActions]) -> None:
+            nonlocal best
+            try:
+                made = make()
+            except BudgetInfeasible as error:
+                refusals.append(error)
+                return
+            best = made if best is None or made.extra_s < best.extra_s else best
+
+        consider(lambda: self._whole.plan(room_bytes, in_flight))
+        enough_s = _WORTH * _seconds(self.everything_saved)
+        for fissions, planner, split_s in self._split if best is None or best.extra_s > enough_s else ():
+            if best is None or split_s < best.extra_s - enough_s:
+                consider(lambda f=fissions, p=planner, s=split_s: _noted(p.plan(room_bytes, in_flight), f, s))  # type: ignore[misc]
+        if best is None:
+            raise min(refusals, key=lambda error: error.min_bytes)
+        return best
+
+    def smallest(self, in_flight: int) -> StageActions:
+        """The way of least bytes found."""
+        made = [self._whole.smallest(in_flight)]
+        made += [_noted(planner.smallest(in_flight), some, split_s) for some, planner, split_s in self._split]
+        return min(made, key=lambda way: way.need_bytes(in_flight))
+
+
+def _noted(made: StageActions, fissions: Fissions, split_s: float) -> StageActions:
+    return replace(made, fissions=fissions, extra_s=made.extra_s + split_s)
+
+
+def _seconds(way: StageActions) -> float:
+    return way.forward_s + way.backward_s
