@@ -114,6 +114,15 @@ class PipelineResult:
         return "\n".join(lines)
 
 
+class Found(NamedTuple):
+    """The budget in bytes, the planner that found stages that fit it, those, and a lower bound on the step."""
+
+    budget_bytes: int | None
+    planner: ModelPlanner
+    stages: Realised
+    bound_s: float
+
+
 class Driver:
     """Plans a model and cuts it accordingly; `make(n)` captures it for n microbatches. `runtime` comes with `run`."""
 
@@ -130,6 +139,7 @@ class Driver:
         self._make, self.request = make, request
         self._inputs = batch, model, optimizer
         self._effort = Effort()
+        self._since_s = 0.0
         self._tried: list[Tried] = []
         self._last_cut: tuple[Cuts, Rows, Sequence[int]] | None = None
 
@@ -237,18 +247,53 @@ class Driver:
         if not made and failure is not None:
             raise failure
 
-    def _search(self) -> tuple[int | None, ModelPlanner, Realised, float]:
-        """(budget in bytes, the planner that found them, stages that fit it, lower bound on the step)."""
-        planners, budget = self._planners(), self.request.budget
+    def _search(self) -> Found:
+        """What is found with every stage whole; where that costs time or does not fit, what is with stages in parts, if
+        that is better. Raises what `_among` raises."""
+        made: list[ModelPlanner] = []
+
+        def kept() -> Iterator[ModelPlanner]:
+            for planner in self._planners():
+                made.append(planner)
+                yield planner
+
+        try:
+            whole: Found | BudgetInfeasible = self._among(kept())
+        except BudgetInfeasible as error:
+            whole = error
+        fits = not isinstance(whole, BudgetInfeasible)
+        if self.request.splits and not (fits and not any(stage.extra_s for stage in whole.stages.stages)):
+            whole = self._better(whole, made)
+        if isinstance(whole, BudgetInfeasible):
+            raise whole
+        return whole
+
+    def _better(self, whole: Found | BudgetInfeasible, planners: Sequence[ModelPlanner]) -> Found | BudgetInfeasible:
+        """`whole`, or what is found with stages in parts: smaller for the smallest budget, else faster."""
+        for planner in planners:
+            planner.realiser.splits = True
+        self._since_s = self._effort.now()
+        try:
+            split = self._among(iter(planners))
+        except BudgetInfeasible as error:
+            return min(whole, error, key=lambda e: e.min_bytes) if isinstance(whole, BudgetInfeasible) else whole
+        if isinstance(whole, BudgetInfeasible):
+            return split
+        is_least = self.request.budget == "min"
+        return min(whole, split, key=lambda f: max(f.stages.peak_bytes) if is_least else f.stages.step_s)
+
+    def _among(self, planners: Iterator[ModelPlanner]) -> Found:
+        """The best that the planners find. Raises BudgetInfeasible naming the stage and the smallest budget found."""
+        budget = self.request.budget
         first = next(planners)
         if budget == "min":
             leans = [(planner, planner.lean()) for planner in (first, *planners)]
             planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
-            return max(lean.peak_bytes), planner, lean, planner.bound_s()
+            return Found(max(lean.peak_bytes), planner, lean, planner.bound_s())
         if isinstance(budget, float):
             budget = int(budget * first.whole_bytes())
         limit = NO_LIMIT if budget is None else budget
-        return budget, *self._under(limit, itertools.chain([first], planners))
+        return Found(budget, *self._under(limit, itertools.chain([first], planners)))
 
     def _under(self, budget: float, planners: Iterator[ModelPlanner]) -> tuple[ModelPlanner, Realised, float]:
         """The fastest stages under `budget` over the kinds of schedules and the numbers of microbatches: the chain
@@ -270,7 +315,7 @@ class Driver:
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
             if proposal.plan is None:
                 break
-            late = self._effort.now() > _PATIENCE_S
+            late = self._effort.now() - self._since_s > _PATIENCE_S
             if found and late:
                 break
             if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
@@ -300,7 +345,8 @@ class Driver:
                     raise
                 continue
             step_s = proposal.plan.step_s if proposal.plan else None
-            self._tried.append(Tried(kind, planner.num_microbatches, step_s))
+            tried = Tried(kind, planner.num_microbatches, step_s)
+            self._tried += [tried] if tried not in self._tried else []
             yield proposal
 
     def _result(

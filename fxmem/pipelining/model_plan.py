@@ -51,7 +51,9 @@ _OP_S, _BLOCK_S = 2e-3, 2e-4
 
 @dataclass(frozen=True)
 class Request:
-    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from."""
+    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from. `splits`: may stages
+    run regions in parts?
+    """
 
     num_devices: int
     microbatch_counts: tuple[int, ...]
@@ -63,6 +65,7 @@ class Request:
     solve_s: float | None
     tiers: tuple[Tier, ...] = ()
     offload_dir: str | Path | None = None
+    splits: bool = False
 
 
 class Proposal(NamedTuple):

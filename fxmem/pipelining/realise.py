@@ -26,7 +26,6 @@ from fxmem.pipelining.simulate import Simulation, StageCost, simulate
 from fxmem.pipelining.stage_forms import Fissions, StageForms, split_stage
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.planners import Options
-from fxmem.planners.effort import Effort
 from fxmem.runtime.pipeline.code import StageCode, stage_program
 from fxmem.runtime.pipeline.memory import Moment, RankBytes, RankPlay, StageBytes
 from fxmem.runtime.pipeline.pipeline import Pipeline
@@ -84,7 +83,8 @@ class Realised:
 
 class Realiser:
     """Makes `Realised`s of one captured model; `program` is its graph with costs. `measure_s`: seconds that may go into
-    measuring ops that a split backward has and `program` has not. `annotate`: costs of stages with regions in parts.
+    measuring ops that a split backward has and `program` has not. `annotate`: gives costs to stages with regions in
+    parts. `splits`: may there be such?
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Realiser:
         annotate: Annotate,
         measure_s: float = 0.0,
     ) -> None:
-        self._annotate = annotate
+        self._annotate, self.splits = annotate, False
         self.pipeline, self.program, self.beside, self.cluster = pipeline, program, beside, cluster
         self._planner, self._options, self._measure_s = planner, options, measure_s
         self.effort = options.effort
@@ -115,27 +115,12 @@ class Realiser:
         Raises CutError; BudgetInfeasible naming the stage, with a budget that is enough for this cut and schedule.
         """
         cut = _Cut(self, positions, schedule)
-        try:
-            whole: Realised | BudgetInfeasible = cut.fit(budget_bytes)
-        except BudgetInfeasible as error:
-            whole = error
-        if isinstance(whole, Realised) and not any(stage.extra_s for stage in whole.stages):
-            return whole
-        cut.planners = cut.forms
-        try:
-            split = cut.fit(budget_bytes)
-        except BudgetInfeasible as error:
-            if isinstance(whole, Realised):
-                return whole
-            raise min(whole, error, key=lambda refusal: refusal.min_bytes) from None
-        return split if not isinstance(whole, Realised) or split.step_s < whole.step_s else whole
+        return cut.fit(budget_bytes)
 
     def smallest(self, positions: tuple[int, ...], schedule: Schedule) -> Realised:
         """The stages of those cuts in the fewest bytes found."""
         cut = _Cut(self, positions, schedule)
-        ways = (cut.planners, cut.forms)
-        made = [cut.realised([p.smallest(n) for p, n in zip(way, cut.in_flight, strict=True)]) for way in ways]
-        return min(made, key=lambda realised: max(realised.peak_bytes))
+        return cut.realised([p.smallest(n) for p, n in zip(cut.planners, cut.in_flight, strict=True)])
 
     def program_of(self, graph: StageGraph, positions: tuple[int, ...]) -> Program:
         """A stage's program with the costs and sizes of the whole graph's."""
@@ -167,11 +152,10 @@ class Realiser:
         return self._planners[key]
 
     def forms_of(self, graph: StageGraph, positions: tuple[int, ...], whole: StagePlanner) -> StageForms:
-        """The same stage split as well; what planning that takes does not count against what else is tried."""
+        """The same stage split as well."""
 
         def planner_of(fissions: Fissions) -> StagePlanner:
-            options = replace(self._options, effort=Effort())
-            return StagePlanner(*self.split_of(graph, positions, fissions), self._planner, options)
+            return StagePlanner(*self.split_of(graph, positions, fissions), self._planner, self._options)
 
         if whole not in self._forms:
             self._forms[whole] = StageForms(graph, self.program_of(graph, positions), whole, planner_of)
@@ -224,8 +208,9 @@ class _Cut:
         of.effort.spend(_CUT_OP_S * sum(len(graph.joint.nodes) for graph in self.graphs))
         self.in_flight = schedule.in_flight_of_stage
         whole = [of.planner_of(g, of.program_of(g, positions)) for g in self.graphs]
-        self.forms = [of.forms_of(g, positions, planner) for g, planner in zip(self.graphs, whole, strict=True)]
         self.planners: Sequence[StagePlanner | StageForms] = whole
+        if of.splits:
+            self.planners = [of.forms_of(g, positions, planner) for g, planner in zip(self.graphs, whole, strict=True)]
         self.beside = [self._beside(rank) for rank in range(schedule.num_devices)]
 
     def _beside(self, rank: int) -> RankBytes:

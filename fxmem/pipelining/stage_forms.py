@@ -94,9 +94,13 @@ class StageForms:
 
     def smallest(self, in_flight: int) -> StageActions:
         """The way of least bytes found."""
-        made = [self._whole.smallest(in_flight)]
-        made += [_noted(planner.smallest(in_flight), some, split_s) for some, planner, split_s in self._split]
-        return min(made, key=lambda way: way.need_bytes(in_flight))
+        whole = self._whole.smallest(in_flight)
+        lower = [form for form in self._split if form[1].least_bytes < self._whole.least_bytes]
+        if not lower:
+            return whole
+        fissions, planner, split_s = min(lower, key=lambda form: form[1].least_bytes)
+        split = _noted(planner.smallest(in_flight), fissions, split_s)
+        return min(whole, split, key=lambda way: way.need_bytes(in_flight))
 
 
 def _noted(made: StageActions, fissions: Fissions, split_s: float) -> StageActions:

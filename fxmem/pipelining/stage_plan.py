@@ -55,7 +55,10 @@ class StageActions:
 
 
 class StagePlanner:
-    """Plans one stage; what was found is kept. With tiers it is never worse than the same planner without them."""
+    """Plans one stage; what was found is kept. With tiers it is never worse than the same planner without them.
+
+    `least_bytes`: what no schedule does with less than, parameters left out.
+    """
 
     def __init__(self, graph: StageGraph, program: Program, planner: str, options: Options) -> None:
         without = replace(options, tiers=())
@@ -66,7 +69,7 @@ class StagePlanner:
         self._inputs = {op.index for op in program.ops if op.is_input}
         problem = reduce_program(self._lane)
         self._base_bytes = problem.base_bytes
-        self._least_bytes = least_bytes(problem) - problem.base_bytes
+        self.least_bytes = least_bytes(problem) - problem.base_bytes
         self._made: dict[tuple[int, int], StageActions | int] = {}
         self._found: list[StageActions] = []
         self._spent_s = 0.0
@@ -139,13 +142,13 @@ class StagePlanner:
         """Those for a room that is too small so far: near the least there can be, and the peak of the smallest plan."""
         if in_flight == 1:
             return
-        yield from (int(factor * self._least_bytes) for factor in SMALL_PEAKS)
+        yield from (int(factor * self.least_bytes) for factor in SMALL_PEAKS)
         yield min((self.everything_saved, *self._found), key=lambda made: made.need_bytes(in_flight)).peak_bytes
 
     def _solve_under(self, limit: int, room_bytes: int, in_flight: int) -> None:
         """Look for a plan of that peak whose saved tensors fit the room as often as needed; keep what is found."""
         saved = (room_bytes - limit) // max(in_flight - 1, 1)
-        if limit < self._least_bytes or (in_flight > 1 and saved <= 0):
+        if limit < self.least_bytes or (in_flight > 1 and saved <= 0):
             return
         lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
         problem = reduce_program(lane)
