@@ -29,8 +29,6 @@ def test_only_losses_over_tokens_are_split_by_hand() -> None:
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize(("num_classes", "outcome"), [(16384, "chunked"), (16, "no amplifier node")])
 def test_inductors_own_splitting_says_what_it_did(num_classes: int, outcome: str) -> None:
-    if not hasattr(torch._inductor.config, "auto_chunker"):
-        pytest.skip("this torch has none")
     head, x = torch.nn.Linear(16, num_classes, bias=False), torch.randn(256, 16)
     labels = torch.randint(num_classes, (256,))
 
@@ -39,4 +37,6 @@ def test_inductors_own_splitting_says_what_it_did(num_classes: int, outcome: str
 
     with compat.auto_chunking() as outcomes:
         torch.compile(loss)(x).backward()
+    if "this torch" in outcomes[0]:
+        pytest.skip(outcomes[0])
     assert any(outcome in text for text in outcomes)

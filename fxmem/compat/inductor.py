@@ -113,6 +113,7 @@ def auto_chunking() -> Iterator[list[str]]:
         yield ["this torch has no auto_chunker"]
         return
     from torch._inductor.fx_passes import auto_chunker
+    from torch._inductor.fx_passes.auto_chunker.common import CantChunk
 
     outcomes: list[str] = []
     chunk = auto_chunker.chunk
@@ -120,7 +121,7 @@ def auto_chunking() -> Iterator[list[str]]:
     def noted(module: fx.GraphModule) -> fx.GraphModule:
         try:
             made: fx.GraphModule = chunk(module)
-        except auto_chunker.CantChunk as error:
+        except CantChunk as error:
             outcomes.append(str(error))
             raise
         if made is not module:

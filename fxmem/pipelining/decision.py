@@ -261,8 +261,8 @@ class Driver:
             whole: Found | BudgetInfeasible = self._among(kept())
         except BudgetInfeasible as error:
             whole = error
-        fits = not isinstance(whole, BudgetInfeasible)
-        if self.request.splits and not (fits and not any(stage.extra_s for stage in whole.stages.stages)):
+        is_free = isinstance(whole, Found) and not any(stage.extra_s for stage in whole.stages.stages)
+        if self.request.splits and not is_free:
             whole = self._better(whole, made)
         if isinstance(whole, BudgetInfeasible):
             raise whole

@@ -51,8 +51,8 @@ _OP_S, _BLOCK_S = 2e-3, 2e-4
 
 @dataclass(frozen=True)
 class Request:
-    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from. `splits`: may stages
-    run regions in parts?
+    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from. `splits`: may
+    stages run regions in parts?
     """
 
     num_devices: int

@@ -95,7 +95,7 @@ def pipeline(
     `optimizer`: its state counts. `device`: what the stages run on (default: where the model is). `device_spec`: plan
     for that device, not this one. `tiers`: where stages may offload saved tensors to ("host", "disk", several of them,
     or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute. `fission`: may
-    stages run regions around their largest values in parts, where that is faster or needs less ("auto"), or not ("off")?
+    stages run regions around their largest values in parts, where that is faster or needs less ("auto"; or "off")?
 
     In a process group rank 0 decides and the others follow, so that every rank may call this with its own copy of the
     model; ranks that ask for different things are refused. Modes of modules and `torch.autocast` are those in force

@@ -57,8 +57,8 @@ class StageForms:
     @cached_property
     def _split(self) -> list[tuple[Fissions, StagePlanner, float]]:
         """(regions, planner, seconds that splitting adds by itself), those of the fewest kernels first."""
-        found = Candidates(self._graph.joint, self._program).fissions
-        planners = [(some, self._planner_of(some)) for some in found if all(f.min_bytes for f in some)]
+        found = Candidates(self._graph.joint, self._program, whole=False).fissions
+        planners = [(some, self._planner_of(some)) for some in found]
         whole_s = _seconds(self._whole.everything_saved)
         return [(some, planner, _seconds(planner.everything_saved) - whole_s) for some, planner in planners]
 

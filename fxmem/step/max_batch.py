@@ -1,4 +1,4 @@
-"""The largest batch under a budget: from the symbolic peak of the tightest schedule, and beyond it where splitting helps.
+"""The largest batch under a budget: from the symbolic peak of the tightest schedule, and beyond it by splitting.
 
 A graph that is split has numbers for sizes, so that each batch tried beyond has a graph of its own, captured on fakes.
 """
@@ -36,9 +36,10 @@ def largest_batch(
     resident_bytes: Callable[[Program], int],
     may_run: bool,
 ) -> int:
-    """The largest batch found whose step has a plan under the budget. Raises BudgetInfeasible, CaptureError, OptionError.
+    """The largest batch found whose step has a plan under the budget.
 
-    `resident_bytes(program)`: bytes beside it. `may_run`: single ops may be measured.
+    `resident_bytes(program)`: bytes beside it. `may_run`: single ops may be measured. Raises BudgetInfeasible,
+    CaptureError, OptionError.
     """
     budget_bytes = resolve_budget(made.budget)
     if not isinstance(budget_bytes, int):

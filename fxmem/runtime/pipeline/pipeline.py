@@ -56,7 +56,8 @@ class Pipeline:
     """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects.
 
     `joint`: the graph of the first microbatch, captured on `device`. `cut` comes before everything else.
-    `plan_stage`: see `PlanStage`. `split_stage`: a stage that trains, with regions in parts, before that. `offload_dir`: folder of what stages offload to disk (default: the system's).
+    `plan_stage`: see `PlanStage`. `split_stage`: gives a stage that trains with regions in parts, before it is planned.
+    `offload_dir`: folder of what stages offload to disk (default: the system's).
     """
 
     stage_graphs: tuple[StageGraph, ...]
