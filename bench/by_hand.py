@@ -3,6 +3,8 @@ head after the other."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ class ChunkedLoss(nn.Module):
 
     def __init__(self, whole: zoo.LanguageModelLoss | zoo.TokenLoss, num_parts: int = NUM_PARTS) -> None:
         super().__init__()
-        self.model, self.num_parts = whole.model, num_parts
+        self.model: Any = whole.model
+        self.num_parts = num_parts
         self.is_causal = isinstance(whole, zoo.LanguageModelLoss)
         self.options = {"use_cache": False} if self.is_causal else {}
 
