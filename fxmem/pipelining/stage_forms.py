@@ -6,20 +6,20 @@ planned without splitting is always among the answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from torch import fx
-
-from fxmem.capture import JointGraph
-from fxmem.errors import BudgetInfeasible, PlanMismatch
+from fxmem.errors import BudgetInfeasible
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.stage_split import StageGraph
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.step.candidates import Candidates, at_sizes, split_graph
 
 Fissions = tuple[Fission, ...]
+Form = tuple[Fissions, StagePlanner, float]
+"""Regions in parts, the planner of the stage with them so, and the seconds that splitting adds by itself."""
 _WORTH = 0.005  # of a stage: less extra time than this is not worth looking for
 
 
@@ -31,17 +31,10 @@ def split_stage(graph: StageGraph, fissions: Fissions) -> StageGraph:
     if not fissions:
         return graph
     joint = split_graph(graph.joint, at_sizes(graph.joint, fissions))
-    names = [node.name for node in _returned(joint)]
+    names = [result.name for result in joint.outputs]
     forward, backward = names[: joint.num_forward_outputs], names[joint.num_forward_outputs :]
     sends = () if graph.is_last else tuple(forward)
     return replace(graph, joint=joint, sends=sends, grad_sends=tuple(backward[: len(graph.grad_sends)]))
-
-
-def _returned(joint: JointGraph) -> Iterator[fx.Node]:
-    for result in joint.outputs:
-        if not isinstance(result, fx.Node):
-            raise PlanMismatch("a stage returns what is no value")
-        yield result
 
 
 class StageForms:
@@ -55,8 +48,8 @@ class StageForms:
         self._graph, self._program, self._whole, self._planner_of = graph, program, whole, planner_of
 
     @cached_property
-    def _split(self) -> list[tuple[Fissions, StagePlanner, float]]:
-        """(regions, planner, seconds that splitting adds by itself), those of the fewest kernels first."""
+    def _split(self) -> list[Form]:
+        """Those of the fewest kernels first."""
         found = Candidates(self._graph.joint, self._program, whole=False).fissions
         planners = [(some, self._planner_of(some)) for some in found]
         whole_s = _seconds(self._whole.everything_saved)
@@ -71,26 +64,27 @@ class StageForms:
 
         Raises BudgetInfeasible with the least room that any form was found to need.
         """
-        best: StageActions | None = None
-        refusals: list[BudgetInfeasible] = []
-
-        def consider(make: Callable[[], StageActions]) -> None:
-            nonlocal best
-            try:
-                made = make()
-            except BudgetInfeasible as error:
-                refusals.append(error)
-                return
-            best = made if best is None or made.extra_s < best.extra_s else best
-
-        consider(lambda: self._whole.plan(room_bytes, in_flight))
         enough_s = _WORTH * _seconds(self.everything_saved)
-        for fissions, planner, split_s in self._split if best is None or best.extra_s > enough_s else ():
-            if best is None or split_s < best.extra_s - enough_s:
-                consider(lambda f=fissions, p=planner, s=split_s: _noted(p.plan(room_bytes, in_flight), f, s))  # type: ignore[misc]
-        if best is None:
+        found: list[StageActions] = []
+        refusals: list[BudgetInfeasible] = []
+        least_s = math.inf
+        for fissions, planner, split_s in self._forms():
+            if split_s < least_s - enough_s:
+                try:
+                    found.append(_noted(planner.plan(room_bytes, in_flight), fissions, split_s))
+                except BudgetInfeasible as error:
+                    refusals.append(error)
+            least_s = min((way.extra_s for way in found), default=math.inf)
+            if least_s <= enough_s:
+                break
+        if not found:
             raise min(refusals, key=lambda error: error.min_bytes)
-        return best
+        return min(found, key=lambda way: way.extra_s)
+
+    def _forms(self) -> Iterator[Form]:
+        """The stage whole, then in parts."""
+        yield (), self._whole, 0.0
+        yield from self._split
 
     def smallest(self, in_flight: int) -> StageActions:
         """The way of least bytes found."""
