@@ -27,6 +27,8 @@ from fxmem.step.candidates import described
 from fxmem.units import format_bytes
 
 Rows = list[list[str]]
+_NEAR = 1.05
+"""What stages in parts are tried for: proposals that are at most so much slower than the best with stages whole."""
 _PATIENCE_S = 60.0
 """Effort (see `fxmem.planners.effort`) after which no further number of microbatches or kind of schedule is tried."""
 
@@ -121,6 +123,10 @@ class Found(NamedTuple):
     planner: ModelPlanner
     stages: Realised
     bound_s: float
+
+
+class _NothingFaster(Exception):
+    """What has been found already is the best."""
 
 
 class Driver:
@@ -273,8 +279,11 @@ class Driver:
         for planner in planners:
             planner.realiser.splits = True
         self._since_s = self._effort.now()
+        most_s = float("inf") if isinstance(whole, BudgetInfeasible) else _NEAR * whole.stages.step_s
         try:
-            split = self._among(iter(planners))
+            split = self._among(iter(planners), most_s)
+        except _NothingFaster:
+            return whole
         except BudgetInfeasible as error:
             return min(whole, error, key=lambda e: e.min_bytes) if isinstance(whole, BudgetInfeasible) else whole
         if isinstance(whole, BudgetInfeasible):
@@ -282,8 +291,11 @@ class Driver:
         is_least = self.request.budget == "min"
         return min(whole, split, key=lambda f: max(f.stages.peak_bytes) if is_least else f.stages.step_s)
 
-    def _among(self, planners: Iterator[ModelPlanner]) -> Found:
-        """The best that the planners find. Raises BudgetInfeasible naming the stage and the smallest budget found."""
+    def _among(self, planners: Iterator[ModelPlanner], most_s: float = float("inf")) -> Found:
+        """The best that the planners find, of proposals with steps of `most_s` at most.
+
+        Raises BudgetInfeasible naming the stage and the smallest budget found, _NothingFaster where there are none.
+        """
         budget = self.request.budget
         first = next(planners)
         if budget == "min":
@@ -293,9 +305,11 @@ class Driver:
         if isinstance(budget, float):
             budget = int(budget * first.whole_bytes())
         limit = NO_LIMIT if budget is None else budget
-        return Found(budget, *self._under(limit, itertools.chain([first], planners)))
+        return Found(budget, *self._under(limit, itertools.chain([first], planners), most_s))
 
-    def _under(self, budget: float, planners: Iterator[ModelPlanner]) -> tuple[ModelPlanner, Realised, float]:
+    def _under(
+        self, budget: float, planners: Iterator[ModelPlanner], most_s: float
+    ) -> tuple[ModelPlanner, Realised, float]:
         """The fastest stages under `budget` over the kinds of schedules and the numbers of microbatches: the chain
         proposes, what it says is fastest is realised first. The bound holds for all that was proposed. At last the cut
         of least memory.
@@ -313,7 +327,7 @@ class Driver:
         has_single = any(proposal.plan and proposal.kind not in TWO_STAGES for _, proposal in proposals)
         found: tuple[ModelPlanner, Realised, float] | None = None
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
-            if proposal.plan is None:
+            if proposal.plan is None or proposal.plan.step_s > most_s:
                 break
             late = self._effort.now() - self._since_s > _PATIENCE_S
             if found and late:
@@ -329,6 +343,8 @@ class Driver:
                 found = planner, *realised
         if found:
             return *found[:2], min([found[2], *(p.plan.bound_s for _, p in proposals if p.plan)])
+        if most_s < float("inf"):
+            raise _NothingFaster
         leans = [(planner, planner.lean()) for planner in made]
         planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
         if max(lean.peak_bytes) <= budget:
