@@ -2,16 +2,21 @@
 
     python -m bench.fission [--models gpt2,llama_32000] [--budgets min,0.5,0.4,0.3] [--size small] [--run] [--json]
 
-One line for each model, budget and `fission=` "off" or "auto": `extra_pct` over the unsplit step's op time (on the
-machine of `--device-spec`), `peak_bytes` predicted, the parts of each region, `kernels`, and the planner's seconds of
-work (`plan_s`, by the clock). With `--run` the model is trained for two steps under the plan: `measured_bytes` of the
-second, the largest relative error of a gradient against eager mode (`gradient_error`), and the step's wall time against
-eager's, run in turns (`wall_ratio`).
+Lines for each model and budget (a share of the unsplit step's peak): `fission=` "off" and "auto", and "by hand", the
+loss over tokens split in the model's own code (`bench.by_hand`) and planned unsplit. `extra_pct` over the unsplit
+step's op time (on the machine of `--device-spec`), `peak_bytes` predicted, the parts of each region, `kernels`, and the
+planner's seconds of work (`plan_s`, by the clock).
+
+With `--run` the model is trained under the plan: `measured_bytes` of the third step, `predicted_bytes`, the relative
+error of the gradients against eager mode (`gradient_error`), and the step's wall time against eager's, run in turns
+(`wall_ratio`, the median). Then a line for inductor alone and one with its `auto_chunker`: `parts` says whether that
+split anything, and why not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +26,9 @@ import torch
 from torch import nn
 
 import fxmem
+from bench.by_hand import NUM_PARTS, split_by_hand
 from bench.common import Row, gradients, relative_error, show
+from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.testing import zoo
 
@@ -59,9 +66,12 @@ def _llama(
     return zoo.LanguageModelLoss(LlamaForCausalLM(config)), (torch.randint(vocab, (batch, length)),)
 
 
-def planned(module: nn.Module, args: Sequence[Any], budget: Budget, fission: Any, device_spec: str) -> Row:
-    """What a plan says; `min_bytes` where there is none."""
+def planned(
+    module: nn.Module, args: Sequence[Any], budget: Budget, fission: Any, unsplit: fxmem.Plan, device_spec: str
+) -> Row:
+    """What a plan says beside that of the `unsplit` step without a budget; `min_bytes` where there is none."""
     row: Row = dict.fromkeys(("extra_pct", "peak_bytes", "unplanned_bytes", "min_bytes", "parts", "kernels"), "")
+    row["unplanned_bytes"] = unsplit.baseline_peak_bytes
     started = time.perf_counter()
     try:
         plan = fxmem.plan(module, args, budget, device_spec=device_spec, fission=fission)
@@ -69,28 +79,50 @@ def planned(module: nn.Module, args: Sequence[Any], budget: Budget, fission: Any
         return {**row, "min_bytes": error.min_bytes, "plan_s": time.perf_counter() - started}
     return {
         **row,
-        "extra_pct": 100 * plan.extra_s / plan.baseline_s,
+        "extra_pct": 100 * ((plan.baseline_s + plan.extra_s) / unsplit.baseline_s - 1),
         "peak_bytes": plan.peak_bytes,
-        "unplanned_bytes": plan.baseline_peak_bytes,
         "parts": "; ".join(f"{f.num_parts}{' fused' if f.fuse else ''}" for f in plan.program.fissions),
         "kernels": sum(not plan.program.is_folded(op) and not op.is_input for op in plan.program.ops),
         "plan_s": time.perf_counter() - started,
     }
 
 
-def run(module: nn.Module, args: Sequence[Any], budget: Budget, fission: Any) -> Row:
-    """Two steps of training under the budget, then pairs of steps with and without fxmem."""
-    expected = gradients(module, module, args)
+_MEASURED = ("measured_bytes", "predicted_bytes", "gradient_error", "wall_ratio")
+
+
+def run(module: nn.Module, args: Sequence[Any], budget: Budget, fission: Any, eager: nn.Module) -> Row:
+    """Steps of training under the budget, then pairs of steps with and without fxmem. `eager`: trains the same tensors.
+
+    With costs measured here, there may be no plan.
+    """
     step = fxmem.compile(module, budget, fission=fission)
-    found = [gradients(module, step, args) for _ in range(2)][-1]
-    measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
-    times = [(_seconds(module, step, args), _seconds(module, module, args)) for _ in range(_NUM_PAIRS)]
-    return {
-        "measured_bytes": measured,
-        "predicted_bytes": step.plan.peak_bytes,
-        "gradient_error": relative_error(found, expected),
-        "wall_ratio": statistics.median(ours / eager for ours, eager in times),
-    }
+    try:
+        row = measured(step, args, eager)
+    except fxmem.BudgetInfeasible:
+        return dict.fromkeys(_MEASURED, "")
+    return {**row, "predicted_bytes": step.plan.peak_bytes}
+
+
+def measured(step: Callable[..., Any], args: Sequence[Any], eager: nn.Module) -> Row:
+    """What two steps and a third give; times in pairs."""
+    row: Row = dict.fromkeys(_MEASURED, "")
+    expected = gradients(eager, eager, args)
+    found = [gradients(eager, step, args) for _ in range(2)][-1]
+    row["measured_bytes"] = fxmem.measure(lambda: step(*args).backward()).peak_bytes
+    times = [(_seconds(eager, step, args), _seconds(eager, eager, args)) for _ in range(_NUM_PAIRS)]
+    eager.zero_grad()
+    row["gradient_error"] = relative_error(found, expected)
+    row["wall_ratio"] = statistics.median(ours / theirs for ours, theirs in times)
+    return row
+
+
+def inductor(module: nn.Module, args: Sequence[Any], chunks: bool) -> Row:
+    """A step compiled by inductor alone, with its own splitting or without; `parts`: what that did."""
+    torch.compiler.reset()
+    with compat.auto_chunking() if chunks else contextlib.nullcontext([""]) as outcomes:
+        row = measured(torch.compile(module), args, module)
+    torch.compiler.reset()
+    return {"parts": "; ".join(outcomes), **row}
 
 
 def _seconds(module: nn.Module, function: Callable[..., Any], args: Sequence[Any]) -> float:
@@ -109,16 +141,26 @@ def main() -> None:
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
     for name in options.models.split(","):
         module, args = build(name, options.size)
+        unsplit = fxmem.plan(module, args, device_spec=options.device_spec)
+        hand = split_by_hand(module)
+        kinds: list[tuple[str, nn.Module, str]] = [("off", module, "off"), ("auto", module, "auto")]
+        kinds += [("by hand", hand, "off")] if hand is not None else []
         for text in options.budgets.split(","):
-            budget: Budget = text if text == "min" else float(text)
-            for fission in ("off", "auto"):
-                row = planned(module, args, budget, fission, options.device_spec)
-                if options.run and "peak_bytes" in row:
-                    row |= run(module, args, row["peak_bytes"] if budget == "min" else budget, fission)
-                rows.append({"model": name, "budget": text, "fission": fission, **row})
+            budget: Budget = text if text == "min" else int(float(text) * unsplit.baseline_peak_bytes)
+            for kind, function, fission in kinds:
+                row = planned(function, args, budget, fission, unsplit, options.device_spec)
+                if function is hand:
+                    row["parts"] = str(NUM_PARTS)
+                if options.run:
+                    row |= run(function, args, budget, fission, module)
+                rows.append({"model": name, "budget": text, "fission": kind, **row})
+        for chunks in (False, True) if options.run else ():
+            kind = "inductor's auto_chunker" if chunks else "inductor"
+            blank = dict.fromkeys(rows[-1], "")
+            rows.append({**blank, "model": name, "fission": kind, **inductor(module, args, chunks)})
     show(rows, options.json, "splitting, on and off")
 
 

@@ -78,6 +78,7 @@ from fxmem.compat.graphs import module_of_graph as module_of_graph
 from fxmem.compat.graphs import recompiled as recompiled
 from fxmem.compat.graphs import storage_keys as storage_keys
 from fxmem.compat.graphs import tensors_of as tensors_of
+from fxmem.compat.inductor import auto_chunking as auto_chunking
 from fxmem.compat.inductor import compile_with_inductor as compile_with_inductor
 from fxmem.compat.profiler import cpu_memory_deltas as cpu_memory_deltas
 from fxmem.compat.profiler import profiler_is_active as profiler_is_active

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+import unittest.mock
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,3 +99,35 @@ def compile_with_inductor(
         compiled: Any = compile_fx(module, list(example_inputs), compile_half, config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
+
+
+@contextlib.contextmanager
+def auto_chunking() -> Iterator[list[str]]:
+    """Inductor with its own way to split a loss on, `auto_chunker`, and without cached code.
+
+    Yields what became of each graph: "chunked", or why it was left alone.
+    """
+    from torch._inductor import config
+
+    if not hasattr(config, "auto_chunker"):
+        yield ["this torch has no auto_chunker"]
+        return
+    from torch._inductor.fx_passes import auto_chunker
+    from torch._inductor.fx_passes.auto_chunker.common import CantChunk
+
+    outcomes: list[str] = []
+    chunk = auto_chunker.chunk
+
+    def noted(module: fx.GraphModule) -> fx.GraphModule:
+        try:
+            made: fx.GraphModule = chunk(module)
+        except CantChunk as error:
+            outcomes.append(str(error))
+            raise
+        if made is not module:
+            outcomes.append("chunked")
+        return made
+
+    patches = {"auto_chunker.enable": True, "fx_graph_cache": False}
+    with no_aot_cache(), unittest.mock.patch.object(auto_chunker, "chunk", noted), config.patch(patches):
+        yield outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,17 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxmem.errors import BudgetInfeasible, FxmemError, OptionError
+from fxmem.errors import BudgetInfeasible, FxmemError, OptionError, PlanMismatch
 from fxmem.passes.stage_split import Cuts, StageGraph
 from fxmem.pipelining.model_plan import NO_LIMIT, TWO_STAGES, ModelPlanner, Proposal, Request
 from fxmem.pipelining.realise import Realised
+from fxmem.pipelining.stage_forms import split_stage
 from fxmem.planners.effort import Effort
 from fxmem.report.pipeline import START, PipelineFigures, Segment, write_pipeline
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.schedule import Action
+from fxmem.step.candidates import described
 from fxmem.units import format_bytes
 
 Rows = list[list[str]]
+_NEAR = 1.05
+"""What stages in parts are tried for: proposals that are at most so much slower than the best with stages whole."""
 _PATIENCE_S = 60.0
 """Effort (see `fxmem.planners.effort`) after which no further number of microbatches or kind of schedule is tried."""
 
@@ -31,8 +36,8 @@ _PATIENCE_S = 60.0
 @dataclass(frozen=True)
 class StageResult:
     """One stage. `cut`: the op it begins with; `peak_bytes`: of its rank; `busy_s`: seconds of one microbatch, of which
-    `extra_s` recomputing or waiting for transfers of `moved_bytes`; `saved_bytes`: held by each of `in_flight`
-    microbatches; `static_bytes`: parameters and buffers.
+    `extra_s` recomputing, waiting for transfers of `moved_bytes` or because ops are split; `saved_bytes`: held by each
+    of `in_flight` microbatches; `static_bytes`: parameters and buffers; `split`: the regions in parts, in words.
     """
 
     index: int
@@ -47,6 +52,7 @@ class StageResult:
     busy_s: float
     extra_s: float
     moved_bytes: int
+    split: tuple[str, ...] = ()
 
 
 class Tried(NamedTuple):
@@ -100,6 +106,7 @@ class PipelineResult:
                 f"{s.busy_s:.4f} s a microbatch ({s.extra_s:.4f} s of it again or waiting)"
                 + (f", {format_bytes(s.moved_bytes)} moved" if s.moved_bytes else "")
             )
+            lines += [f"    split: {region}" for region in s.split]
         if len(self.tried) > 1:
             steps = (
                 f"{t.schedule} x {t.num_microbatches} {'does not fit' if t.step_s is None else f'{t.step_s:.4f} s'}"
@@ -107,6 +114,19 @@ class PipelineResult:
             )
             lines.append(f"  chosen from (steps of the chain): {', '.join(steps)}")
         return "\n".join(lines)
+
+
+class Found(NamedTuple):
+    """The budget in bytes, the planner that found stages that fit it, those, and a lower bound on the step."""
+
+    budget_bytes: int | None
+    planner: ModelPlanner
+    stages: Realised
+    bound_s: float
+
+
+class _NothingFaster(Exception):
+    """What has been found already is the best."""
 
 
 class Driver:
@@ -125,6 +145,7 @@ class Driver:
         self._make, self.request = make, request
         self._inputs = batch, model, optimizer
         self._effort = Effort()
+        self._since_s = 0.0
         self._tried: list[Tried] = []
         self._last_cut: tuple[Cuts, Rows, Sequence[int]] | None = None
 
@@ -176,16 +197,23 @@ class Driver:
             raise failure
 
     def _apply(self, decided: tuple[PipelineResult, Any]) -> None:
-        _, (positions, rows, rank_of, actions) = decided
+        _, (positions, rows, rank_of, actions, fissions) = decided
         self._cut(positions, rows, rank_of)
-        first = self.runtime.stage_graphs
-        targets = [_targets(graph) for graph in first]
+        captured = [_targets(graph) for graph in self.runtime.stage_graphs]
+        targets = [_targets(split_stage(g, f)) for g, f in zip(self.runtime.stage_graphs, fissions, strict=True)]
+
+        def in_parts(graph: StageGraph) -> StageGraph:
+            """Other shapes of microbatches as well, unless they have too few rows, or other ops."""
+            if _targets(graph) == captured[graph.index]:
+                with contextlib.suppress(PlanMismatch):
+                    return split_stage(graph, fissions[graph.index])
+            return graph
 
         def plan_stage(graph: StageGraph, program: object) -> Sequence[Action] | None:
             """The same schedule for every shape of microbatch whose graph has the same ops."""
             return actions[graph.index] if _targets(graph) == targets[graph.index] else None
 
-        self.runtime.plan_stage = plan_stage
+        self.runtime.split_stage, self.runtime.plan_stage = in_parts, plan_stage
         self.runtime.offload_dir = self.request.offload_dir
 
     def _cut(self, positions: Cuts, rows: Rows, rank_of: Sequence[int]) -> None:
@@ -202,8 +230,8 @@ class Driver:
         rows = found.schedule.as_csv_rows()
         self._cut(found.positions, rows, found.schedule.device_of)
         result = self._result(planner.num_microbatches, found, budget, bound_s, time.perf_counter() - started)
-        actions = [stage.actions for stage in found.stages]
-        return result, (found.positions, rows, found.schedule.device_of, actions)
+        actions, fissions = ([getattr(stage, name) for stage in found.stages] for name in ("actions", "fissions"))
+        return result, (found.positions, rows, found.schedule.device_of, actions, fissions)
 
     def _planners(self) -> Iterator[ModelPlanner]:
         """One for each number of microbatches, made when it is asked for; after the first, only while there is time.
@@ -225,20 +253,63 @@ class Driver:
         if not made and failure is not None:
             raise failure
 
-    def _search(self) -> tuple[int | None, ModelPlanner, Realised, float]:
-        """(budget in bytes, the planner that found them, stages that fit it, lower bound on the step)."""
-        planners, budget = self._planners(), self.request.budget
+    def _search(self) -> Found:
+        """What is found with every stage whole; where that costs time or does not fit, what is with stages in parts, if
+        that is better. Raises what `_among` raises."""
+        made: list[ModelPlanner] = []
+
+        def kept() -> Iterator[ModelPlanner]:
+            for planner in self._planners():
+                made.append(planner)
+                yield planner
+
+        try:
+            whole: Found | BudgetInfeasible = self._among(kept())
+        except BudgetInfeasible as error:
+            whole = error
+        is_free = isinstance(whole, Found) and not any(stage.extra_s for stage in whole.stages.stages)
+        if self.request.splits and not is_free:
+            whole = self._better(whole, made)
+        if isinstance(whole, BudgetInfeasible):
+            raise whole
+        return whole
+
+    def _better(self, whole: Found | BudgetInfeasible, planners: Sequence[ModelPlanner]) -> Found | BudgetInfeasible:
+        """`whole`, or what is found with stages in parts: smaller for the smallest budget, else faster."""
+        for planner in planners:
+            planner.realiser.splits = True
+        self._since_s = self._effort.now()
+        most_s = float("inf") if isinstance(whole, BudgetInfeasible) else _NEAR * whole.stages.step_s
+        try:
+            split = self._among(iter(planners), most_s)
+        except _NothingFaster:
+            return whole
+        except BudgetInfeasible as error:
+            return min(whole, error, key=lambda e: e.min_bytes) if isinstance(whole, BudgetInfeasible) else whole
+        if isinstance(whole, BudgetInfeasible):
+            return split
+        is_least = self.request.budget == "min"
+        return min(whole, split, key=lambda f: max(f.stages.peak_bytes) if is_least else f.stages.step_s)
+
+    def _among(self, planners: Iterator[ModelPlanner], most_s: float = float("inf")) -> Found:
+        """The best that the planners find, of proposals with steps of `most_s` at most.
+
+        Raises BudgetInfeasible naming the stage and the smallest budget found, _NothingFaster where there are none.
+        """
+        budget = self.request.budget
         first = next(planners)
         if budget == "min":
             leans = [(planner, planner.lean()) for planner in (first, *planners)]
             planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
-            return max(lean.peak_bytes), planner, lean, planner.bound_s()
+            return Found(max(lean.peak_bytes), planner, lean, planner.bound_s())
         if isinstance(budget, float):
             budget = int(budget * first.whole_bytes())
         limit = NO_LIMIT if budget is None else budget
-        return budget, *self._under(limit, itertools.chain([first], planners))
+        return Found(budget, *self._under(limit, itertools.chain([first], planners), most_s))
 
-    def _under(self, budget: float, planners: Iterator[ModelPlanner]) -> tuple[ModelPlanner, Realised, float]:
+    def _under(
+        self, budget: float, planners: Iterator[ModelPlanner], most_s: float
+    ) -> tuple[ModelPlanner, Realised, float]:
         """The fastest stages under `budget` over the kinds of schedules and the numbers of microbatches: the chain
         proposes, what it says is fastest is realised first. The bound holds for all that was proposed. At last the cut
         of least memory.
@@ -256,9 +327,9 @@ class Driver:
         has_single = any(proposal.plan and proposal.kind not in TWO_STAGES for _, proposal in proposals)
         found: tuple[ModelPlanner, Realised, float] | None = None
         for planner, proposal in sorted(proposals, key=lambda pair: _promised_s(pair[1])):
-            if proposal.plan is None:
+            if proposal.plan is None or proposal.plan.step_s > most_s:
                 break
-            late = self._effort.now() > _PATIENCE_S
+            late = self._effort.now() - self._since_s > _PATIENCE_S
             if found and late:
                 break
             if late and proposal.kind in TWO_STAGES and has_single:  # what has no room to give way misses most often
@@ -272,6 +343,8 @@ class Driver:
                 found = planner, *realised
         if found:
             return *found[:2], min([found[2], *(p.plan.bound_s for _, p in proposals if p.plan)])
+        if most_s < float("inf"):
+            raise _NothingFaster
         leans = [(planner, planner.lean()) for planner in made]
         planner, lean = min(leans, key=lambda pair: max(pair[1].peak_bytes))
         if max(lean.peak_bytes) <= budget:
@@ -288,7 +361,8 @@ class Driver:
                     raise
                 continue
             step_s = proposal.plan.step_s if proposal.plan else None
-            self._tried.append(Tried(kind, planner.num_microbatches, step_s))
+            tried = Tried(kind, planner.num_microbatches, step_s)
+            self._tried += [tried] if tried not in self._tried else []
             yield proposal
 
     def _result(
@@ -310,6 +384,7 @@ class Driver:
                 busy_s=planned.forward_s + planned.backward_s,
                 extra_s=planned.extra_s,
                 moved_bytes=planned.moved_bytes,
+                split=tuple(described(graph.joint, planned.fissions)),
             )
             for graph, planned, count in zip(runtime.stage_graphs, found.stages, found.in_flight, strict=True)
         )

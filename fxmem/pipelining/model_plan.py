@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,7 +51,9 @@ _OP_S, _BLOCK_S = 2e-3, 2e-4
 
 @dataclass(frozen=True)
 class Request:
-    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from."""
+    """The checked arguments of `fxmem.pipeline`. `microbatch_counts`: one, or those to choose from. `splits`: may
+    stages run regions in parts?
+    """
 
     num_devices: int
     microbatch_counts: tuple[int, ...]
@@ -62,6 +65,7 @@ class Request:
     solve_s: float | None
     tiers: tuple[Tier, ...] = ()
     offload_dir: str | Path | None = None
+    splits: bool = False
 
 
 class Proposal(NamedTuple):
@@ -99,7 +103,8 @@ class ModelPlanner:
         )
         limit_s = cost.PROFILE_LIMIT_S if may_run and request.device_spec is None else 0.0
         joint = runtime.joint
-        program = cost.annotate(program_from_joint(joint), joint.graph_module, request.device_spec, limit_s=limit_s)
+        annotate = functools.partial(cost.annotate, device_spec=request.device_spec, limit_s=limit_s)
+        program = annotate(program_from_joint(joint), joint.graph_module)
         stages = request.num_devices * (2 if request.schedule in TWO_STAGES else 1)
         most = max(min(_MOST_BLOCKS, 12 * stages), stages)
         self._chain = model_chain(joint, program, lambda name: self._static_sizes.get(name, 0.0), most, stages)
@@ -107,7 +112,9 @@ class ModelPlanner:
         solve_s = request.solve_s or min(_STAGE_SOLVE_S, _STAGES_SOLVE_S / request.num_devices)
         options = Options(solve_s=solve_s, tiers=request.tiers, machine=self._machine(), effort=self._effort)
         self._effort.spend(_OP_S * len(program.ops))
-        self.realiser = Realiser(runtime, program, self._beside, self._cluster, request.stage_planner, options, limit_s)
+        self.realiser = Realiser(
+            runtime, program, self._beside, self._cluster, request.stage_planner, options, annotate, limit_s
+        )
 
     def _rounding(self) -> int:
         if self.request.device_spec is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from fxmem.runtime.pipeline.batch import LossWeight, split_batch
 from fxmem.runtime.pipeline.params import Init, verify_plain
 from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.runtime.pipeline.stage import Stage
+from fxmem.step.forms import may_split
 
 SCHEDULES = (
     "auto", "gpipe", "1f1b", "1f1b-n", "zero-bubble", "interleaved", "interleaved-zb", "looped-bfs", "zbv", "dualpipev",
@@ -80,6 +81,7 @@ def pipeline(
     solve_s: float | None = None,
     tiers: str | Sequence[str] | None = None,
     offload_dir: str | Path | None = None,
+    fission: Literal["auto", "off"] = "auto",
 ) -> PlannedPipeline:
     """Cut `model` over `num_stages` devices so that a step's allocated bytes stay under `budget` on each of them.
 
@@ -92,7 +94,8 @@ def pipeline(
     (`fxmem.pipelining.registry`); `stage_planner`: how each stage recomputes, `solve_s` seconds at most per try.
     `optimizer`: its state counts. `device`: what the stages run on (default: where the model is). `device_spec`: plan
     for that device, not this one. `tiers`: where stages may offload saved tensors to ("host", "disk", several of them,
-    or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute.
+    or "auto"), on disk in `offload_dir`; cuts and schedule are chosen as if stages could only recompute. `fission`: may
+    stages run regions around their largest values in parts, where that is faster or needs less ("auto"; or "off")?
 
     In a process group rank 0 decides and the others follow, so that every rank may call this with its own copy of the
     model; ranks that ask for different things are refused. Modes of modules and `torch.autocast` are those in force
@@ -100,9 +103,11 @@ def pipeline(
     stage, its bytes and the smallest budget found.
     """
     _check(num_stages, num_microbatches, schedule, planner, args)
+    if fission not in ("auto", "off"):
+        raise OptionError(f"fission must be 'auto' or 'off', not {fission!r}")
     checked = settings(
         budget, planner=stage_planner, tiers=tiers, offload_dir=offload_dir, optimizer=optimizer, loss_fn=loss_fn,
-        device_spec=device_spec, solve_s=solve_s,
+        device_spec=device_spec, solve_s=solve_s, fission=fission,
     )  # fmt: skip
     verify_plain(model)
     limit = resolve_budget(budget)
@@ -115,7 +120,7 @@ def pipeline(
 
     request = Request(
         num_stages, counts, limit, schedule, planner, stage_planner, device_spec, solve_s,
-        checked.tiers, offload_dir,
+        checked.tiers, offload_dir, may_split(checked),
     )  # fmt: skip
     driver = Driver(make, request, batch, model, optimizer)
     return PlannedPipeline(driver.run(), driver.runtime)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import fx
 
@@ -22,6 +23,7 @@ from fxmem.passes.stage_split import StageGraph
 from fxmem.pipelining.chain import Cluster
 from fxmem.pipelining.schedules import Schedule
 from fxmem.pipelining.simulate import Simulation, StageCost, simulate
+from fxmem.pipelining.stage_forms import Fissions, StageForms, split_stage
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.planners import Options
 from fxmem.runtime.pipeline.code import StageCode, stage_program
@@ -30,6 +32,7 @@ from fxmem.runtime.pipeline.pipeline import Pipeline
 from fxmem.units import align_up
 
 NUM_ROUNDS = 8
+Annotate: TypeAlias = Callable[[Program, fx.GraphModule], Program]
 _CUT_OP_S, _LOWERED_OP_S, _PLAYED_S = 2e-4, 2.5e-4, 1e-3
 """Effort (see `fxmem.planners.effort`): of cutting, for every op of the stages; of lowering a planned stage, for every
 op; of playing a schedule, for every action."""
@@ -80,7 +83,8 @@ class Realised:
 
 class Realiser:
     """Makes `Realised`s of one captured model; `program` is its graph with costs. `measure_s`: seconds that may go into
-    measuring ops that a split backward has and `program` has not.
+    measuring ops that a split backward has and `program` has not. `annotate`: gives costs to stages with regions in
+    parts. `splits`: may there be such?
     """
 
     def __init__(
@@ -91,15 +95,19 @@ class Realiser:
         cluster: Cluster,
         planner: str,
         options: Options,
+        annotate: Annotate,
         measure_s: float = 0.0,
     ) -> None:
+        self._annotate, self.splits = annotate, False
         self.pipeline, self.program, self.beside, self.cluster = pipeline, program, beside, cluster
         self._planner, self._options, self._measure_s = planner, options, measure_s
         self.effort = options.effort
         self._costs = {op.name: op for op in program.ops}
         self._planners: dict[str, StagePlanner] = {}
+        self._forms: dict[StagePlanner, StageForms] = {}
         self._bytes: dict[tuple[tuple[int, ...], int, tuple[object, ...]], StageBytes] = {}
         self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
+        self._split: dict[tuple[tuple[int, ...], int, Fissions], tuple[StageGraph, Program]] = {}
 
     def realise(self, positions: tuple[int, ...], schedule: Schedule, budget_bytes: float) -> Realised:
         """Plan the stages of those cuts under `budget_bytes` a rank.
@@ -143,11 +151,35 @@ class Realiser:
             self._planners[key] = StagePlanner(graph, program, self._planner, self._options)
         return self._planners[key]
 
+    def forms_of(self, graph: StageGraph, positions: tuple[int, ...], whole: StagePlanner) -> StageForms:
+        """The same stage split as well."""
+
+        def planner_of(fissions: Fissions) -> StagePlanner:
+            return StagePlanner(*self.split_of(graph, positions, fissions), self._planner, self._options)
+
+        if whole not in self._forms:
+            self._forms[whole] = StageForms(graph, self.program_of(graph, positions), whole, planner_of)
+        return self._forms[whole]
+
+    def split_of(
+        self, graph: StageGraph, positions: tuple[int, ...], fissions: Fissions
+    ) -> tuple[StageGraph, Program]:
+        """A stage with those regions in parts, and its program with costs."""
+        if not fissions:
+            return graph, self.program_of(graph, positions)
+        key = (positions, graph.index, fissions)
+        if key not in self._split:
+            made = split_stage(graph, fissions)
+            program = self._annotate(stage_program(made), made.joint.graph_module)
+            storages = (replace(s, nbytes=align_up(int(s.nbytes), self.beside.rounding)) for s in program.storages)
+            self._split[key] = made, replace(program, storages=tuple(storages))
+        return self._split[key]
+
     def bytes_of(self, graph: StageGraph, positions: tuple[int, ...], actions: StageActions) -> StageBytes:
-        key = (positions, graph.index, actions.actions)
+        key = (positions, graph.index, (actions.fissions, actions.actions))
         if key not in self._bytes:
             self.effort.spend(_LOWERED_OP_S * len(graph.joint.nodes))
-            program = self.program_of(graph, positions)
+            graph, program = self.split_of(graph, positions, actions.fissions)
             code = StageCode(graph, actions.actions)
             self._bytes[key] = StageBytes(code, program, self.beside.rounding, self._workspace)
         return self._bytes[key]
@@ -175,7 +207,10 @@ class _Cut:
         self.transfers = compat.with_transfers(self.rows, rank_of)
         of.effort.spend(_CUT_OP_S * sum(len(graph.joint.nodes) for graph in self.graphs))
         self.in_flight = schedule.in_flight_of_stage
-        self.planners = [of.planner_of(g, of.program_of(g, positions)) for g in self.graphs]
+        whole = [of.planner_of(g, of.program_of(g, positions)) for g in self.graphs]
+        self.planners: Sequence[StagePlanner | StageForms] = whole
+        if of.splits:
+            self.planners = [of.forms_of(g, positions, planner) for g, planner in zip(self.graphs, whole, strict=True)]
         self.beside = [self._beside(rank) for rank in range(schedule.num_devices)]
 
     def _beside(self, rank: int) -> RankBytes:
@@ -264,7 +299,7 @@ class _Cut:
 
     def _cost(self, graph: StageGraph, actions: StageActions) -> StageCost:
         forward, back = ([float(v.nbytes) for v in graph.values(names)] for names in (graph.sends, graph.grad_sends))
-        weight_s = actions.backward_s * _weight_share(graph, self.of.program_of(graph, self.positions))
+        weight_s = actions.backward_s * _weight_share(*self.of.split_of(graph, self.positions, actions.fissions))
         return StageCost(
             actions.forward_s, actions.backward_s, actions.backward_s - weight_s, weight_s, 0.0, actions.saved_bytes,
             sum(back), sum(forward), 0.0, 0.0,

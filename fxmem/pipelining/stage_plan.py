@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxmem.errors import BudgetInfeasible
-from fxmem.ir.program import Op, Program, Region
+from fxmem.ir.program import Fission, Op, Program, Region
 from fxmem.passes.offload import why_not_offloadable
 from fxmem.passes.stage_split import StageGraph
 from fxmem.planners import Options, get_planner
@@ -37,7 +37,8 @@ and counts, if that fits."""
 class StageActions:
     """How a stage runs. `saved_bytes`: from forward to backward; `peak_bytes`: of one microbatch; `extra_s`: seconds of
     recomputation and of waiting for transfers; `forward_s`, `backward_s`: of one microbatch, those included;
-    `moved_bytes`: to and from a tier. Parameters don't count.
+    `moved_bytes`: to and from a tier; `fissions`: what of the stage runs in parts (seconds of which count as extra), as
+    the actions have it. Parameters don't count.
     """
 
     actions: tuple[Action, ...]
@@ -47,13 +48,17 @@ class StageActions:
     backward_s: float
     extra_s: float
     moved_bytes: int
+    fissions: tuple[Fission, ...] = ()
 
     def need_bytes(self, in_flight: int) -> int:
         return (in_flight - 1) * self.saved_bytes + self.peak_bytes
 
 
 class StagePlanner:
-    """Plans one stage; what was found is kept. With tiers it is never worse than the same planner without them."""
+    """Plans one stage; what was found is kept. With tiers it is never worse than the same planner without them.
+
+    `least_bytes`: what no schedule does with less than, parameters left out.
+    """
 
     def __init__(self, graph: StageGraph, program: Program, planner: str, options: Options) -> None:
         without = replace(options, tiers=())
@@ -64,7 +69,7 @@ class StagePlanner:
         self._inputs = {op.index for op in program.ops if op.is_input}
         problem = reduce_program(self._lane)
         self._base_bytes = problem.base_bytes
-        self._least_bytes = least_bytes(problem) - problem.base_bytes
+        self.least_bytes = least_bytes(problem) - problem.base_bytes
         self._made: dict[tuple[int, int], StageActions | int] = {}
         self._found: list[StageActions] = []
         self._spent_s = 0.0
@@ -137,13 +142,13 @@ class StagePlanner:
         """Those for a room that is too small so far: near the least there can be, and the peak of the smallest plan."""
         if in_flight == 1:
             return
-        yield from (int(factor * self._least_bytes) for factor in SMALL_PEAKS)
+        yield from (int(factor * self.least_bytes) for factor in SMALL_PEAKS)
         yield min((self.everything_saved, *self._found), key=lambda made: made.need_bytes(in_flight)).peak_bytes
 
     def _solve_under(self, limit: int, room_bytes: int, in_flight: int) -> None:
         """Look for a plan of that peak whose saved tensors fit the room as often as needed; keep what is found."""
         saved = (room_bytes - limit) // max(in_flight - 1, 1)
-        if limit < self._least_bytes or (in_flight > 1 and saved <= 0):
+        if limit < self.least_bytes or (in_flight > 1 and saved <= 0):
             return
         lane = self._lane if in_flight == 1 else _with_boundary(self._lane, limit - saved)
         problem = reduce_program(lane)

@@ -13,6 +13,7 @@ from fxmem.analysis.region import Region, base_of, is_tensor, nbytes
 from fxmem.analysis.regions import grow, obstacle
 from fxmem.capture import JointGraph
 from fxmem.capture.joint import target_name
+from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Fission, Program
 from fxmem.passes.base import run_passes
 from fxmem.passes.direct_views import DirectViews
@@ -41,15 +42,33 @@ def _normal_form(joint: JointGraph) -> JointGraph:
     return run_passes(joint, _NORMAL_FORM).joint
 
 
+def at_sizes(joint: JointGraph, fissions: tuple[Fission, ...]) -> tuple[Fission, ...]:
+    """`fissions` with their borders at the same fractions of the sizes that their seeds have in `joint`, a graph of the
+    same ops. Raises PlanMismatch where a seed has no such dimension."""
+    nodes = _normal_form(joint).nodes if fissions else []
+    return tuple(_at_size(nodes, fission) for fission in fissions)
+
+
+def _at_size(nodes: list[fx.Node], fission: Fission) -> Fission:
+    seed = nodes[fission.seed] if fission.seed < len(nodes) else None
+    shape = seed.meta["val"].shape if seed is not None and is_tensor(seed) else ()
+    if fission.dim >= len(shape):
+        raise PlanMismatch(f"there is no dimension {fission.dim} of node {fission.seed} to split along")
+    size = shape[fission.dim]
+    return replace(fission, offsets=tuple(size * offset // fission.size for offset in fission.offsets))
+
+
 class Candidates:
     """Ways to split a graph that may pay: around its largest value, and the whole step, along the dimension that keeps
     the most bytes inside, in many parts or in few.
 
-    `fissions`: those of the fewest kernels first. `refusals`: why what might have been split can't be.
+    `fissions`: those of the fewest kernels first. `refusals`: why what might have been split can't be. `whole`: is the
+    whole step among them?
     """
 
-    def __init__(self, joint: JointGraph, program: Program) -> None:
+    def __init__(self, joint: JointGraph, program: Program, whole: bool = True) -> None:
         self.refusals: list[str] = []
+        self._shares = (_SHARE, None) if whole else (_SHARE,)
         if program.is_symbolic:
             self.refusals.append("sizes that are symbols are not split")
         is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
@@ -63,8 +82,8 @@ class Candidates:
         seed = max(_batched(self._joint), key=nbytes, default=None)
         size = 0 if seed is None else nbytes(seed)
         if seed is not None and size >= LEAST_BYTES:
-            for least_bytes in (size // _SHARE, 0):
-                yield from self._forms(self._joint.nodes.index(seed), least_bytes)
+            for share in self._shares:
+                yield from self._forms(self._joint.nodes.index(seed), size // share if share else 0)
 
     def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
         """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""

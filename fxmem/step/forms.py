@@ -83,7 +83,7 @@ class Forms:
 
     @property
     def _is_open(self) -> bool:
-        return self.settings.fission == "auto" and self.settings.planner == "auto" and self._fault is None
+        return may_split(self.settings) and self._fault is None
 
     def _is_short(self, fission: Fission) -> bool:
         return bool(fission.min_bytes) or fission.num_parts * len(self.unsplit.program.ops) <= _MOST_COMPILED
@@ -125,6 +125,11 @@ class Forms:
             error.is_unsplit = self._is_open and program.is_symbolic
             raise
         return replace(plan, notes={**plan.notes, **self.notes(fissions)})
+
+
+def may_split(settings: Settings) -> bool:
+    """May a planner choose to split?"""
+    return settings.fission == "auto" and settings.planner == "auto"
 
 
 def plan_graph(

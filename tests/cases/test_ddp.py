@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxmem
 from tests.models import blocks
+from tests.step.test_fission import Classifier
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,8 +45,32 @@ def check_rank(rank: int, store: str) -> None:
         peak_bytes = fxmem.measure(lambda step=step: step(*args).backward()).peak_bytes
         assert peak_bytes <= planned.plan.budget_bytes < planned.plan.baseline_peak_bytes
         assert planned.plan.extra_s > 0
+    for budget in (0.5, "3MiB"):
+        check_split(rank, budget)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_split(rank: int, budget: float | str) -> None:
+    """Split around the loss, alike on both ranks: gradients equal to unsplit DDP's to rounding; the budget is kept."""
+    torch.manual_seed(0)
+    module = Classifier()
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    torch.manual_seed(1 + rank)
+    args = (torch.randn(256, 32), torch.randint(2048, (256,)))
+    reference(*args).backward()
+    step = fxmem.compile(DistributedDataParallel(module), budget=budget, solve_s=0.3)
+    for _ in range(3):
+        module.zero_grad()
+        step(*args).backward()
+        for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    module.zero_grad()
+    assert step.plan.program.fissions
+    assert fxmem.measure(lambda: step(*args).backward()).peak_bytes <= step.plan.budget_bytes
+    plans: list[object] = [None, None]
+    dist.all_gather_object(plans, (step.plan.program.fissions, step.plan.actions))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.pipeline_matrix import matrix_rows, steps_of_one_process
@@ -19,10 +20,38 @@ from bench.pipeline_ranks import run_ranks
 from fxmem.capture import capture
 from fxmem.runtime.pipeline.batch import split_batch
 from fxmem.runtime.pipeline.pipeline import Pipeline, build_pipeline
-from tests.zoo import build
+from tests import zoo
 
 RATE = 0.05
 TIMEOUT_S = 120
+
+
+class Tagger(nn.Module):
+    """Residual blocks over tokens, and many classes: in its last stage the loss is what takes memory."""
+
+    def __init__(self, num_classes: int = 8192, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(num_classes, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(width, num_classes, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model of the zoo, or the `Tagger`, and its arguments: the same at every call."""
+    if name != "tagger":
+        return zoo.build(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Tagger(), (torch.randint(8192, (8, 64)), torch.randint(8192, (8, 64)))
 
 
 def even_cuts(model: nn.Module, args: tuple[Any, ...], num_microbatches: int, num_stages: int) -> list[int]:
@@ -148,7 +177,7 @@ def planned(name: str, schedule: str, num_ranks: int, num_microbatches: int, num
         return {
             **result, "peaks": peaks, "predicted": plan.peak_bytes[rank], "budget": plan.budget_bytes,
             "extra_s": sum(s.extra_s for s in plan.stages), "schedule": plan.schedule,
-            "batch": sum(t.nbytes for t in batch),
+            "batch": sum(t.nbytes for t in batch), "split": [region for s in plan.stages for region in s.split],
         }  # fmt: skip
 
     print(json.dumps(run_ranks(num_ranks, run, TIMEOUT_S)), flush=True)

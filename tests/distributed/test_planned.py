@@ -52,3 +52,20 @@ def test_a_budget_too_small_fails_on_every_rank() -> None:
 def test_schedules_of_a_model_without_tied_weights() -> None:
     """Those that the matrix leaves out, too."""
     check(*(["mlp", schedule, 2, 4, 8, None] for schedule in ("zero-bubble", "interleaved-zb", "dualpipev")))
+
+
+@pytest.mark.slow
+def test_a_last_stage_in_parts_keeps_budgets_that_it_could_not_keep_whole() -> None:
+    """Gradients in backward and in forward; a backward whole and in two."""
+    for ranks in check(["tagger", "1f1b", 2, 4, 8, "min"], ["tagger", "zero-bubble", 2, 4, 8, 0.6]):
+        assert all(rank["split"] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_smaller_microbatches_are_split_as_the_first_is() -> None:
+    """What was foretold is for the first, the largest."""
+    [ranks] = run("planned", json.dumps(["tagger", "1f1b", 2, 4, 10, 0.6]))
+    for rank in ranks:
+        assert rank["split"]
+        assert rank["gradients"] < 1e-5
+        assert max(rank["peaks"]) <= 1.001 * rank["predicted"]

@@ -141,6 +141,84 @@ def test_backward_twice_and_a_tangent_that_is_not_one() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+class Tagger(nn.Module):
+    """Tokens in, a class for each of them out; `tied`: one table for both; `adapters`: all else is frozen."""
+
+    def __init__(self, tied: bool = False, dropout: float = 0.0, adapters: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2048, 32)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Dropout(dropout))
+        self.head = nn.Linear(32, 2048, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.requires_grad_(not adapters)
+        shapes = ((32, 4), (4, 2048)) if adapters else ()
+        self.adapter = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.body(self.embed(tokens))
+        scores = self.head(x)
+        return F.cross_entropy(scores + self.adapter(x) if len(self.adapter) else scores, labels, ignore_index=0)
+
+
+def tagger(rows: int = 256, **options: Any) -> tuple[Tagger, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Tagger(**options), (torch.randint(2048, (rows,)), torch.randint(2048, (rows,)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(256, {"tied": True}), (256, {"dropout": 0.3}), (256, {"adapters": True}), (251, {})],
+    ids=["tied", "dropout", "frozen", "ragged"],
+)
+def test_gradients_and_bytes_of_steps_that_are_split(rows: int, options: dict[str, Any]) -> None:
+    """The same masks are drawn as unsplit; what is measured is what was predicted."""
+    module, args = tagger(rows, **options)
+    expected = train(module, module, args)
+    step = fxmem.compile(module, budget=0.45, solve_s=0.3)
+    for found, wanted in zip(train(step, module, args), expected, strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+    assert step.plan.program.fissions
+    module.zero_grad()
+    measured = fxmem.measure(lambda: step(*args).backward()).peak_bytes
+    assert measured <= step.plan.budget_bytes
+    assert abs(measured - step.plan.peak_bytes) <= 0.005 * measured
+
+
+def test_sums_over_parts_are_no_less_exact_under_autocast() -> None:
+    """bfloat16's own rounding is most of the error against float32; parts add up in float32 and add none to it."""
+    module, args = tagger(1024)
+    exact = train(module, module, args, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = train(module, module, args, 1)
+        step = fxmem.compile(module, budget=0.3, solve_s=0.3)
+        parts = train(step, module, args, 1)
+    assert step.plan.program.fissions
+    for found, wanted, right in zip(parts, whole, exact, strict=True):
+        assert found.dtype is wanted.dtype
+        assert float((found - right).norm()) <= 1.1 * float((wanted - right).norm()) + 1e-6 * float(right.norm())
+
+
+def test_a_batch_of_one_trains_unsplit_and_split_along_its_tokens() -> None:
+    class OneText(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tagger = Tagger()
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            scores = self.tagger.head(self.tagger.body(self.tagger.embed(tokens)))
+            return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    module, args = OneText(), (torch.randint(2048, (1, 256)), torch.randint(2048, (1, 256)))
+    expected = train(module, module, args, 1)
+    step = fxmem.compile(module, budget=0.45, solve_s=0.3)
+    for found, wanted in zip(train(step, module, args, 1), expected, strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+    (fission,) = step.plan.program.fissions
+    assert fission.size == 256
+
+
 class Answer(nn.Module):
     """Returns its logits beside its loss, as Hugging Face's models do."""
 

@@ -56,7 +56,8 @@ class Pipeline:
     """See `build_pipeline`. `stage(rank, device)` and `schedule(stage)` give torch.distributed.pipelining objects.
 
     `joint`: the graph of the first microbatch, captured on `device`. `cut` comes before everything else.
-    `plan_stage`: see `PlanStage`. `offload_dir`: folder of what stages offload to disk (default: the system's).
+    `plan_stage`: see `PlanStage`. `split_stage`: gives a stage that trains with regions in parts, before it is planned.
+    `offload_dir`: folder of what stages offload to disk (default: the system's).
     """
 
     stage_graphs: tuple[StageGraph, ...]
@@ -74,6 +75,7 @@ class Pipeline:
         self.num_microbatches, self.loss_weight = len(parts), loss_weight
         self.schedule_name = ""
         self.plan_stage: PlanStage | None = None
+        self.split_stage: Callable[[StageGraph], StageGraph] = lambda graph: graph
         self.offload_dir: str | Path | None = None
         self._values = tensors_of(model)  # until stages are made, then only what no state dict holds
         self._skeleton = skeleton_of(model)
@@ -216,6 +218,7 @@ class Pipeline:
                 joint = self._capture(part, mode)
                 self._graphs[key[:2]] = self._split(joint)
             graph = self._graphs[key[:2]][index]
+            graph = self.split_stage(graph) if mode.has_backward else graph
             program = stage_program(graph)
             actions = self.plan_stage(graph, program) if self.plan_stage and mode.has_backward else None
             transfers = open_transfers(program, actions or (), self.offload_dir)
