@@ -33,22 +33,27 @@ from fxmem.budget import Budget
 from fxmem.testing import zoo
 
 MODELS = ("gpt2", "llama_32000", "bert", "unet", "vit")
-"""Measured by default; `llama_8b` and `llama_8b_bf16`, a real model's shape on meta tensors, are planned only."""
-_LLAMA_8B = {"llama_8b": torch.float32, "llama_8b_bf16": torch.bfloat16}
+"""Measured by default; those of `_LLAMA_8B`, a real model's shape on meta tensors, are planned only."""
+_LLAMA_8B = {"llama_8b": torch.float32, "llama_8b_bf16": torch.bfloat16, "llama_8b_lora": torch.bfloat16}
 BUDGETS = ("min", "0.5", "0.4", "0.35", "0.3", "0.25")
 _NUM_PAIRS = 5
 
 
 def build(name: str, size: zoo.Size) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A model of the zoo; `llama_32000`: four layers, a real vocabulary; `llama_8b`: Llama 3's, on meta tensors."""
+    """A model of the zoo; `llama_32000`: four layers, a real vocabulary; `llama_8b`: Llama 3's, on meta tensors,
+    with `_lora` all but adapters of queries and values frozen."""
     torch.manual_seed(0)
     if name == "llama_32000":
         vocab, batch, length = (32000, 4, 256) if size == "small" else (32000, 2, 16)
         return _llama(vocab, batch, length, 4, hidden=256, mlp=768, heads=4, kv_heads=2)
     if name in _LLAMA_8B:
+        from peft import LoraConfig, get_peft_model
+
         with torch.device("meta"):
             layers = 32 if size == "small" else 2
             module, args = _llama(128256, 1, 8192, layers, hidden=4096, mlp=14336, heads=32, kv_heads=8)
+            if name.endswith("_lora"):
+                module.model = get_peft_model(module.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
             return module.to(_LLAMA_8B[name]), args
     return zoo.build(name, size)
 
