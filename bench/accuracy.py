@@ -4,8 +4,8 @@
 
 Budgets: 1.1 times the smallest feasible, the middle, and 0.9 of the unplanned peak (or halfway to it).
 `error_pct`: measured over
-predicted. `same_gradients`: bitwise those of the same graph compiled with no budget; `eager_error`: relative norm of
-the difference to eager's.
+predicted. `parts`: those of the region that is split, if one is. `same_gradients`: bitwise those of the same graph
+compiled with no budget, which splitting doesn't give; `eager_error`: relative norm of the difference to eager's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 import torch
 
 import fxmem
-from bench.common import Row, gradients, relative_error, show
+from bench.common import Row, gradients, parts_of, relative_error, show
 from fxmem.testing import zoo
 
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet50", "unet")
@@ -48,6 +48,7 @@ def rows(name: str, size: zoo.Size) -> Iterator[Row]:
             "under_budget": measured_bytes <= budget_bytes,
             "extra_pct": 100 * plan.extra_s / plan.baseline_s,
             "bound_pct": 100 * plan.lower_bound_s / plan.baseline_s,
+            "parts": parts_of(plan),
             "same_gradients": all(torch.equal(a, b) for a, b in zip(found, unplanned, strict=True)),
             "eager_error": relative_error(found, eager),
             "retries": step.num_retries,

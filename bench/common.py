@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+import fxmem
 from fxmem.units import format_bytes
 
 Row = dict[str, Any]
@@ -30,6 +31,11 @@ def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
     assert len(found) == len(expected)
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     return float((difference / sum(float(b.double().square().sum()) for b in expected)) ** 0.5)
+
+
+def parts_of(plan: fxmem.Plan) -> str:
+    """Into how many parts each region is split, and whether its gradients are made in forward."""
+    return "; ".join(f"{f.num_parts}{' fused' if f.fuse else ''}" for f in plan.program.fissions)
 
 
 def show(rows: Iterable[Row], as_json: bool, title: str) -> None:

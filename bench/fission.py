@@ -27,7 +27,7 @@ from torch import nn
 
 import fxmem
 from bench.by_hand import NUM_PARTS, split_by_hand
-from bench.common import Row, gradients, relative_error, show
+from bench.common import Row, gradients, parts_of, relative_error, show
 from fxmem import compat
 from fxmem.budget import Budget
 from fxmem.testing import zoo
@@ -86,7 +86,7 @@ def planned(
         **row,
         "extra_pct": 100 * ((plan.baseline_s + plan.extra_s) / unsplit.baseline_s - 1),
         "peak_bytes": plan.peak_bytes,
-        "parts": "; ".join(f"{f.num_parts}{' fused' if f.fuse else ''}" for f in plan.program.fissions),
+        "parts": parts_of(plan),
         "kernels": sum(not plan.program.is_folded(op) and not op.is_input for op in plan.program.ops),
         "plan_s": time.perf_counter() - started,
     }
