@@ -65,7 +65,8 @@ def _points_table(plan: Plan, points: Sequence[Point]) -> str:
          _percent(p.extra_s, plan), _percent(p.bound_s, plan), *[("yes" if p.is_split else "no")] * is_form_told]
         for p in points
     ]  # fmt: skip
-    return table(["#budget", "#predicted peak", "#extra time", "#lower bound", *["#split"] * is_form_told], rows)
+    bound = "#lower bound of its form" if is_form_told else "#lower bound"
+    return table(["#budget", "#predicted peak", "#extra time", bound, *["#split"] * is_form_told], rows)
 
 
 def _beside_table(plan: Plan, beside: Sequence[Plan]) -> str:

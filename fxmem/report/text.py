@@ -45,13 +45,14 @@ def figure_rows(plan: Plan) -> list[tuple[str, ...]]:
     """(name, value) of every figure of the plan."""
     base_s, base_bytes = plan.baseline_s or 1.0, plan.baseline_peak_bytes or 1
     moved = plan.simulation.bytes_moved
+    bound = "lower bound on it" if plan.program.unsplit is None else "lower bound of this split"
     rows: list[tuple[str, ...]] = [
         ("peak with no plan", format_bytes(plan.baseline_peak_bytes)),
         ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)),
         ("predicted peak", f"{format_bytes(plan.peak_bytes)} ({plan.peak_bytes / base_bytes:.1%})"),
         ("op time of a step", f"{plan.baseline_s * 1e3:.2f} ms"),
         ("extra time", f"{plan.extra_s * 1e3:.2f} ms ({plan.extra_s / base_s:.2%})"),
-        ("lower bound on it", f"{plan.lower_bound_s * 1e3:.2f} ms (gap {plan.gap:.2%} of the step)"),
+        (bound, f"{plan.lower_bound_s * 1e3:.2f} ms (gap {plan.gap:.2%} of the step)"),
         ("recomputed ops", str(sum(isinstance(action, Recompute) for action in plan.actions))),
     ]
     if moved:

@@ -60,6 +60,11 @@ def test_a_region_is_told_by_what_the_model_calls(plan):
     assert f"{fission.num_parts} parts of up to {region.rows} along dimension 0" in region.sentence
 
 
+def test_the_bound_is_named_as_that_of_the_split(plan):
+    assert "lower bound of this split" in str(plan)
+    assert "lower bound on it" in str(replace(plan, program=plan.program.reference))
+
+
 def test_ops_say_which_part_they_are(plan):
     (fission,) = plan.program.fissions
     numbers = {op.part.number for op in plan.program.ops if op.part}
