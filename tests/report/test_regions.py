@@ -61,7 +61,7 @@ def test_a_region_is_told_by_what_the_model_calls(plan):
 
 
 def test_the_bound_is_named_as_that_of_the_split(plan, args):
-    whole = fxmem.plan(Classifier(), args, 0.9, device_spec="cpu", fission="off")
+    whole = fxmem.plan(Classifier(), args, device_spec="cpu")
     assert "lower bound of this split" in str(plan)
     assert "lower bound on it" in str(whole)
 
