@@ -27,6 +27,7 @@ from fxmem.schedule import Action, simulate
 
 _LOOKS = (8, 2, 32)  # decisions examined beyond the best so far, in turn
 _TURNS = 24
+_SHARE = 0.5  # of the work that recomputing in backward alone has taken before
 
 
 def interleaved(program: Program) -> Problem | None:
@@ -103,8 +104,8 @@ class _Search:
         for look in _LOOKS:
             pool.seen.clear()
             for state in map(self._lazy, states):
-                pool.improve(state, limit.until(0.5, self._gain_s), look)
-        perturb(pool, limit.until(1.0, self._gain_s), range(_TURNS))
+                pool.improve(state, limit.until(_SHARE / 2, self._gain_s), look)
+        perturb(pool, limit.until(_SHARE, self._gain_s), range(_TURNS))
         return None if pool.best is None else self._solution(pool.best)
 
     @property
