@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Modules are compiled as they are imported: all of them at once would take as long as the rest of the set-up.
+PIP_FLAGS := --quiet --no-compile --disable-pip-version-check -c .constraints.txt
 JOBS ?= 2
 PYTEST_ARGS ?=
 # One thread a worker: torch would start as many as there are cores in each of the JOBS workers.
@@ -38,7 +40,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml .constraints.txt $(wildcard fxmem/planners/kernel/*.[ch])
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -94,12 +96,12 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[docs]'
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 # A wheel for this platform and every Python that needs no compiler; `cibuildwheel` makes those of other platforms.
 wheel: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[wheels]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[wheels]'
 	$(BIN)/python -m build --wheel --outdir build/wheel
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --strip -w dist build/wheel/*.whl
 
