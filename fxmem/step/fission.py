@@ -23,6 +23,7 @@ from fxmem.schedule import simulate
 T = TypeVar("T", bound=Hashable)
 
 _WORTH = 0.005  # of the step: less extra time than this is not worth looking for
+_LOWER = 0.99  # of the smallest budget: so little less is not worth looking for, either
 _TRIAL = 0.1  # of the usual work goes into each form's trial
 
 
@@ -58,7 +59,7 @@ def cheapest(
         return first, _solved(solve, first)
     outlooks = (look(key, program_of(key)) for key in keys)
     if budget == "min":
-        return _smallest([unsplit, *outlooks], solve)
+        return _smallest(unsplit, outlooks, solve)
     return _Choice(solve, limit).among(unsplit, outlooks)
 
 
@@ -88,13 +89,17 @@ def _solved(solve: Solve[T], key: T, share: float = 1.0) -> Plan:
         raise
 
 
-def _smallest(outlooks: Sequence[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
-    """The form that goes lowest, among the one of least need and the unsplit one, unless that can't go so low."""
-    unsplit, least = outlooks[0], min(outlooks, key=lambda form: form.least_bytes)
-    found = least.key, _solved(solve, least.key)
-    if least is unsplit or found[1].peak_bytes < unsplit.least_bytes:
-        return found
-    plans = (found, (unsplit.key, _solved(solve, unsplit.key)))
+def _smallest(unsplit: Outlook[T], others: Iterable[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
+    """The form that goes lowest: of `others`, those of least need are tried first, as long as the next may be lower by
+    what is worth it. The unsplit one is left out only where it can't be lower at all."""
+    trials: list[tuple[int, T]] = []
+    for form in sorted(others, key=lambda form: form.least_bytes):
+        if not trials or form.least_bytes < _LOWER * min(peak_bytes for peak_bytes, _ in trials):
+            trials.append((_solved(solve, form.key, _TRIAL).peak_bytes, form.key))
+    key = min(trials, key=lambda trial: trial[0])[1]
+    plans = [(key, _solved(solve, key))]
+    if unsplit.least_bytes < plans[0][1].peak_bytes:
+        plans.append((unsplit.key, _solved(solve, unsplit.key)))
     return min(plans, key=lambda made: (made[1].peak_bytes, made[1].extra_s))
 
 

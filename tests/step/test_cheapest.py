@@ -99,4 +99,4 @@ def test_the_unsplit_form_is_not_planned_to_its_smallest_where_another_one_is_be
         return as_captured(key)
 
     assert cheapest("whole", lambda: ["parts"], PROGRAMS.__getitem__, solve, "min")[0] == "parts"
-    assert asked == ["parts"]
+    assert set(asked) == {"parts"}
