@@ -94,11 +94,11 @@ def test_optimizer_state_counts(planned):
 def test_max_batch_fits_and_one_more_does_not():
     module, args = blocks(batch=8)
     budget = 4_000_000
-    best = fxmem.max_batch(module, args, budget=budget)
+    best = fxmem.max_batch(module, args, budget=budget, fission="off")  # split: tests/step/test_max_batch.py
     wide = [tuple(torch.randn(n, 32) for _ in range(2)) for n in (best, best + 1)]
-    assert fxmem.plan(module, wide[0], budget=budget).peak_bytes <= budget
+    assert fxmem.plan(module, wide[0], budget=budget, fission="off").peak_bytes <= budget
     with pytest.raises(fxmem.BudgetInfeasible):
-        fxmem.plan(module, wide[1], budget=budget)
+        fxmem.plan(module, wide[1], budget=budget, fission="off")
 
 
 @pytest.mark.parametrize(
