@@ -20,7 +20,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -53,7 +53,8 @@ def build(name: str, size: zoo.Size) -> tuple[nn.Module, tuple[Any, ...]]:
             layers = 32 if size == "small" else 2
             module, args = _llama(128256, 1, 8192, layers, hidden=4096, mlp=14336, heads=32, kv_heads=8)
             if name.endswith("_lora"):
-                module.model = get_peft_model(module.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+                adapters = LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
+                module.model = get_peft_model(cast(Any, module.model), adapters)
             return module.to(_LLAMA_8B[name]), args
     return zoo.build(name, size)
 
