@@ -19,7 +19,8 @@ class ChunkedLoss(nn.Module):
 
     def __init__(self, whole: zoo.LanguageModelLoss | zoo.TokenLoss, num_parts: int = NUM_PARTS) -> None:
         super().__init__()
-        self.model: Any = whole.model
+        model: Any = whole.model
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters stay in it
         self.num_parts = num_parts
         self.is_causal = isinstance(whole, zoo.LanguageModelLoss)
         self.options = {"use_cache": False} if self.is_causal else {}
