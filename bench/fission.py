@@ -47,16 +47,21 @@ def build(name: str, size: zoo.Size) -> tuple[nn.Module, tuple[Any, ...]]:
         vocab, batch, length = (32000, 4, 256) if size == "small" else (32000, 2, 16)
         return _llama(vocab, batch, length, 4, hidden=256, mlp=768, heads=4, kv_heads=2)
     if name in _LLAMA_8B:
-        from peft import LoraConfig, get_peft_model
-
         with torch.device("meta"):
             layers = 32 if size == "small" else 2
             module, args = _llama(128256, 1, 8192, layers, hidden=4096, mlp=14336, heads=32, kv_heads=8)
             if name.endswith("_lora"):
-                adapters = LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
-                module.model = get_peft_model(cast(Any, module.model), adapters)
+                _freeze(module)
             return module.to(_LLAMA_8B[name]), args
     return zoo.build(name, size)
+
+
+def _freeze(module: nn.Module) -> None:
+    """All but adapters, which it is given."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
+    module.model = get_peft_model(cast(Any, module.model), adapters)
 
 
 def _llama(

@@ -230,7 +230,7 @@ class Driver:
         rows = found.schedule.as_csv_rows()
         self._cut(found.positions, rows, found.schedule.device_of)
         result = self._result(planner.num_microbatches, found, budget, bound_s, time.perf_counter() - started)
-        actions, fissions = ([getattr(stage, name) for stage in found.stages] for name in ("actions", "fissions"))
+        actions, fissions = [stage.actions for stage in found.stages], [stage.fissions for stage in found.stages]
         return result, (found.positions, rows, found.schedule.device_of, actions, fissions)
 
     def _planners(self) -> Iterator[ModelPlanner]:

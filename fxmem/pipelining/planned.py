@@ -102,9 +102,7 @@ def pipeline(
     now. Raises OptionError; CaptureError; CutError, saying why the model can't be cut; BudgetInfeasible, naming the
     stage, its bytes and the smallest budget found.
     """
-    _check(num_stages, num_microbatches, schedule, planner, args)
-    if fission not in ("auto", "off"):
-        raise OptionError(f"fission must be 'auto' or 'off', not {fission!r}")
+    _check(num_stages, num_microbatches, schedule, planner, fission, args)
     checked = settings(
         budget, planner=stage_planner, tiers=tiers, offload_dir=offload_dir, optimizer=optimizer, loss_fn=loss_fn,
         device_spec=device_spec, solve_s=solve_s, fission=fission,
@@ -137,7 +135,9 @@ def microbatch_counts(batch: Sequence[Tensor], num_stages: int) -> tuple[int, ..
     return tuple(dict.fromkeys(max(n for n in divisors if n <= times * num_stages) for times in (4, 2, 8, 1)))
 
 
-def _check(num_stages: int, num_microbatches: int | None, schedule: str, planner: str, args: object) -> None:
+def _check(
+    num_stages: int, num_microbatches: int | None, schedule: str, planner: str, fission: object, args: object
+) -> None:
     """Raises OptionError naming the choices."""
     if not isinstance(args, (tuple, list)):
         raise OptionError(f"args must be a tuple of the model's arguments, not {type(args).__name__}")
@@ -150,6 +150,8 @@ def _check(num_stages: int, num_microbatches: int | None, schedule: str, planner
         raise OptionError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if planner not in PLANNERS:
         raise OptionError(f"unknown pipeline planner {planner!r}: choose one of {', '.join(PLANNERS)}")
+    if fission not in ("auto", "off"):
+        raise OptionError(f"fission must be 'auto' or 'off', not {fission!r}")
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -16,11 +16,11 @@ from fxmem.ir.program import Fission, Program
 from fxmem.passes.stage_split import StageGraph
 from fxmem.pipelining.stage_plan import StageActions, StagePlanner
 from fxmem.step.candidates import Candidates, at_sizes, split_graph
+from fxmem.step.fission import WORTH
 
 Fissions = tuple[Fission, ...]
 Form = tuple[Fissions, StagePlanner, float]
 """Regions in parts, the planner of the stage with them so, and the seconds that splitting adds by itself."""
-_WORTH = 0.005  # of a stage: less extra time than this is not worth looking for
 
 
 def split_stage(graph: StageGraph, fissions: Fissions) -> StageGraph:
@@ -64,7 +64,7 @@ class StageForms:
 
         Raises BudgetInfeasible with the least room that any form was found to need.
         """
-        enough_s = _WORTH * _seconds(self.everything_saved)
+        enough_s = WORTH * _seconds(self.everything_saved)
         found: list[StageActions] = []
         refusals: list[BudgetInfeasible] = []
         least_s = math.inf

@@ -68,7 +68,7 @@ class Candidates:
 
     def __init__(self, joint: JointGraph, program: Program, whole: bool = True) -> None:
         self.refusals: list[str] = []
-        self._shares = (_SHARE, None) if whole else (_SHARE,)
+        self._whole = whole
         if program.is_symbolic:
             self.refusals.append("sizes that are symbols are not split")
         is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
@@ -82,8 +82,8 @@ class Candidates:
         seed = max(_batched(self._joint), key=nbytes, default=None)
         size = 0 if seed is None else nbytes(seed)
         if seed is not None and size >= LEAST_BYTES:
-            for share in self._shares:
-                yield from self._forms(self._joint.nodes.index(seed), size // share if share else 0)
+            for least_bytes in (size // _SHARE, 0) if self._whole else (size // _SHARE,):
+                yield from self._forms(self._joint.nodes.index(seed), least_bytes)
 
     def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
         """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""

@@ -7,6 +7,7 @@ What is planned without splitting is always among the answers, so no plan is slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -22,7 +23,8 @@ from fxmem.schedule import simulate
 
 T = TypeVar("T", bound=Hashable)
 
-_WORTH = 0.005  # of the step: less extra time than this is not worth looking for
+WORTH = 0.005
+"""Of the step: less extra time than this is not worth looking for."""
 _LOWER = 0.99  # of the smallest budget: so little less is not worth looking for, either
 _TRIAL = 0.1  # of the usual work goes into each form's trial
 
@@ -92,11 +94,11 @@ def _solved(solve: Solve[T], key: T, share: float = 1.0) -> Plan:
 def _smallest(unsplit: Outlook[T], others: Iterable[Outlook[T]], solve: Solve[T]) -> tuple[T, Plan]:
     """The form that goes lowest: of `others`, those of least need are tried first, as long as the next may be lower by
     what is worth it. The unsplit one is left out only where it can't be lower at all."""
-    trials: list[tuple[int, T]] = []
+    needs: dict[T, int] = {}
     for form in sorted(others, key=lambda form: form.least_bytes):
-        if not trials or form.least_bytes < _LOWER * min(peak_bytes for peak_bytes, _ in trials):
-            trials.append((_solved(solve, form.key, _TRIAL).peak_bytes, form.key))
-    key = min(trials, key=lambda trial: trial[0])[1]
+        if form.least_bytes < _LOWER * min(needs.values(), default=math.inf):
+            needs[form.key] = _solved(solve, form.key, _TRIAL).peak_bytes
+    key = min(needs, key=needs.__getitem__)
     plans = [(key, _solved(solve, key))]
     if unsplit.least_bytes < plans[0][1].peak_bytes:
         plans.append((unsplit.key, _solved(solve, unsplit.key)))
@@ -114,7 +116,8 @@ class _Choice(Generic[T]):
     def among(self, unsplit: Outlook[T], others: Iterable[Outlook[T]]) -> tuple[T, Plan]:
         """`others` are made one by one, as long as what was found may be worth improving. The unsplit form is planned
         in full unless another one's trial is below its bound."""
-        whole = self._try(unsplit, _TRIAL) if unsplit.least_bytes <= self.limit else None
+        may_fit = unsplit.least_bytes <= self.limit
+        whole = self._try(unsplit, _TRIAL) if may_fit else None
         trials, looked = [], [unsplit]
         for form in others if not self._is_good else ():
             looked.append(form)
@@ -122,7 +125,7 @@ class _Choice(Generic[T]):
                 trials.append((trial.extra_s, form))
             if self._is_good:
                 break
-        if unsplit.least_bytes <= self.limit and (whole is None or self._best_s >= whole.lower_bound_s):
+        if may_fit and (whole is None or self._best_s >= whole.lower_bound_s):
             self._try(unsplit, 1.0)
         for extra_s, form in sorted(trials, key=lambda found: found[0])[:1]:
             if form.peak_bytes > self.limit and extra_s > form.split_s:
@@ -135,17 +138,17 @@ class _Choice(Generic[T]):
 
     @property
     def _best_s(self) -> float:
-        return float("inf") if self.found is None else self.found[1].extra_s
+        return math.inf if self.found is None else self.found[1].extra_s
 
     @property
     def _is_good(self) -> bool:
         """Is there nothing left to gain that is worth the search?"""
-        return self.found is not None and self.found[1].extra_s <= _WORTH * self.found[1].baseline_s
+        return self.found is not None and self.found[1].extra_s <= WORTH * self.found[1].baseline_s
 
     def _may_win(self, form: Outlook[T]) -> bool:
         if form.least_bytes > self.limit:
             return False
-        return self.found is None or form.split_s < self.found[1].extra_s - _WORTH * self.found[1].baseline_s
+        return self.found is None or form.split_s < self.found[1].extra_s - WORTH * self.found[1].baseline_s
 
     def _try(self, form: Outlook[T], share: float) -> Plan | None:
         try:
@@ -153,6 +156,6 @@ class _Choice(Generic[T]):
         except BudgetInfeasible as error:
             self.refusals.append(error)
             return None
-        if self.found is None or plan.extra_s < self.found[1].extra_s:
+        if plan.extra_s < self._best_s:
             self.found = form.key, plan
         return plan
