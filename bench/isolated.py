@@ -29,12 +29,16 @@ class Outcome:
 class Worker:
     """A process whose torch has not run yet, calling `function` with what it is sent; everything must pickle.
 
-    `environ`: what its environment has besides.
+    `environ`: what its environment has besides. `is_forked`: from a process that has imported everything; where time
+    is measured it should not be, as the pages of the heap are copied when they are first touched.
     """
 
-    def __init__(self, function: Callable[..., Any], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], environ: Mapping[str, str] | None = None, is_forked: bool = True
+    ) -> None:
         self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, function, dict(environ or {})))
+        process = _CONTEXT.Process if is_forked else multiprocessing.get_context("spawn").Process
+        self.process = process(target=_serve, args=(theirs, function, dict(environ or {})))
         self.process.start()
         theirs.close()
         self.num_calls = 0
@@ -67,10 +71,14 @@ class Worker:
 
 
 def call(
-    function: Callable[..., Any], *args: Any, timeout_s: float, environ: Mapping[str, str] | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    is_forked: bool = True,
 ) -> Outcome:
-    """`function(*args)` in a fresh process."""
-    worker = Worker(function, environ)
+    """`function(*args)` in a process of its own: see `Worker`."""
+    worker = Worker(function, environ, is_forked)
     try:
         return worker.call(*args, timeout_s=timeout_s)
     finally:

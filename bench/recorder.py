@@ -7,28 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import fxmem
-from fxmem.step.held_tensors import reachable_tensors, storages
+from fxmem.step.held_tensors import reachable_tensors
 
 Gradients = list[np.ndarray[Any, Any] | None]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step showed. `planned`: was anything planned in it? `gradients`: of every tensor a model could train.
-
-    `others_bytes`: of models compiled beside the largest one, with their gradients: no model's budget counts another's.
-    """
+    """What one step showed. `planned`: was anything planned in it? `gradients`: of every tensor a model could train."""
 
     loss: float
     peak_bytes: int
     seconds: float
     planned: bool
     gradients: Gradients
-    others_bytes: int = 0
 
 
 class Recorder:
@@ -49,10 +44,6 @@ class Recorder:
     def gradients(self) -> Gradients:
         return [None if t.grad is None else t.grad.float().numpy().copy() for own in self.tensors for t in own]
 
-    def others_bytes(self) -> int:
-        sizes = [sum(storages(reachable_tensors(own), torch.device("cpu")).values()) for own in self.tensors]
-        return sum(sizes) - max(sizes)
-
     def notice_plans(self) -> bool:
         """Is any plan new since the last call?"""
         seen = len(self.plans)
@@ -67,7 +58,7 @@ class Recorder:
         losses: list[float] = []
         measured = fxmem.measure(lambda: losses.append(float(step().detach())))
         planned, gradients = self.notice_plans(), self.gradients()
-        return StepRecord(losses[0], measured.peak_bytes, measured.seconds, planned, gradients, self.others_bytes())
+        return StepRecord(losses[0], measured.peak_bytes, measured.seconds, planned, gradients)
 
 
 def gradient_error(found: Gradients, expected: Gradients) -> float | None:

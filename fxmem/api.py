@@ -90,5 +90,5 @@ def _all_real(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _resident_bytes(model: Callable[..., Any], made: Settings, program: Program) -> int:
-    beside = beside_graph_bytes(model, program, first_graph=False)
+    beside = beside_graph_bytes([model], program, first_graph=False)
     return beside + gradient_bytes(parameters_of(model)) + optimizer_bytes(made.optimizer)

@@ -23,7 +23,8 @@ from fxmem.capture.outputs import with_outputs
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan
 from fxmem.step.backend import step_of_torch_compile
-from fxmem.step.compiled import Step, compile_step
+from fxmem.step.compiled import Step
+from fxmem.step.member import Member
 
 _OF_STEP = ("plan", "plans", "num_retries", "set_budget")
 
@@ -39,30 +40,29 @@ class Planned:
         self.made = made
         self.forward: Callable[..., Any] | None = None
         self._source: Callable[..., Any] | None = None
-        self._step: tuple[Step, Callable[..., Any]] | None = None
+        self._member: Member | None = None
 
     @property
     def step(self) -> Step:
-        return self._current()[0]
+        return self._current().step
 
     @property
     def settings(self) -> Settings:
         """The options now in force."""
-        return self.made if self._step is None else self._step[0].settings
+        return self.made if self._member is None else replace(self.made, budget=self._member.step.settings.budget)
 
     @torch.compiler.disable(reason="a planned step is compiled already")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step, compiled = self._current()
-        return step.call(compiled, args, kwargs)
+        return self._current()(*args, **kwargs)
 
-    def _current(self) -> tuple[Step, Callable[..., Any]]:
-        """The step of what a call runs now: of a module its forward, which may be replaced on the instance."""
+    def _current(self) -> Member:
+        """What a call runs now: of a module its forward, which may be replaced on the instance."""
         source = self.function.forward if isinstance(self.function, nn.Module) else self.function
-        if self._step is None or source != self._source:
+        if self._member is None or source != self._source:
             called = source if self.made.loss_fn is None else with_loss(self.function, self.made.loss_fn)
             called = with_outputs(called, self.made.outputs)
-            self._step, self._source = compile_step(called, self.settings), source
-        return self._step
+            self._member, self._source = Member(called, self.settings), source
+        return self._member
 
     def copied(self, function: Callable[..., Any], memo: dict[int, Any]) -> Planned:
         """For a copy of `function`: nothing of it may lead to the original's weights or gradients."""

@@ -178,7 +178,7 @@ def _emit_offload(emitter: Emitter, action: Offload) -> None:
         raise VerifyError(f"storage {action.storage} ({base.name}) can't be offloaded: {reason}")
     size = [_number(emitter, base, torch.ops.aten.sym_size.int, d, n) for d, n in enumerate(val.size())]
     stride = [_number(emitter, base, torch.ops.aten.sym_stride.int, d, n) for d, n in enumerate(val.stride())]
-    args = (base, known.first, known.num_slots, emitter.state.get(RUNTIME, 0), 0, _extent(val), stride)
+    args = (base, known.first, known.num_slots, emitter.state.get(RUNTIME, 0), 0, _extent(val), stride, val.dtype)
     handle = emitter.call(_OPS.offload.default, args, f"{base.name}_offload", _handle_like(emitter, base))
     known.first = known.first or handle
     known.num_slots += 1

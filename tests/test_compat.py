@@ -96,3 +96,11 @@ def test_code_of_a_module_of_a_graph_is_generated_when_it_runs(monkeypatch: pyte
     assert generated == []
     assert module(torch.tensor(-1.0)).item() == 0
     assert len(generated) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_storages_of_real_sparse_tensors_are_found_while_others_are_traced() -> None:
+    matrix = torch.eye(3).to_sparse_csr()
+    with compat.FakeTensorMode():
+        parts = compat.strided_parts(matrix)
+    assert [type(part) for part in parts] == [torch.Tensor] * 3

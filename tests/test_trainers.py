@@ -95,6 +95,7 @@ def test_peft_before_and_after(num_steps, adapters_first):
     assert isinstance(run, peft.PeftModel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision, in_place):

@@ -4,6 +4,8 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -130,6 +132,7 @@ def test_a_shallow_copy_shares_the_weights_but_not_the_step():
     assert not step.plans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_pickled_and_loaded(num_steps):
     module, args = blocks()
@@ -305,3 +308,70 @@ def test_an_infeasible_budget_of_the_backend_shows_as_itself_and_can_be_mended()
     fxmem.step_of(module).set_budget(caught.value.min_bytes)
     run(module, args)
     assert fxmem.step_of(module).plan.budget_bytes == caught.value.min_bytes
+
+
+@pytest.mark.parametrize("budget", [0.6, "min"])
+def test_layers_compiled_in_place_are_one_step(budget):
+    """One budget for what one call of the model runs, not one each; another loop's models are another step."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(1024, 32)
+    expected = copy.deepcopy(model)
+    for layer in model:
+        layer.compile(backend="fxmem", options={"budget": budget, "solve_s": 0.06})
+    for _ in range(4):
+        model.zero_grad()
+        peak = fxmem.measure(lambda: model(x).square().mean().backward()).peak_bytes
+    step = fxmem.step_of(model[0])
+    assert all(fxmem.step_of(layer) is step for layer in model)
+    assert len(step.plans) == 4
+    assert peak <= step.plan.budget_bytes
+    assert abs(step.measured_peak_bytes - peak) <= 0.01 * peak
+    unplanned = fxmem.measure(lambda: expected(x).square().mean().backward()).peak_bytes
+    assert peak < (0.75 if budget == 0.6 else 0.5) * unplanned
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-8)
+    other = nn.Linear(32, 8)
+    other.compile(backend="fxmem", options={"budget": budget, "solve_s": 0.06})
+    other(x).square().sum().backward()
+    assert fxmem.step_of(other) is not step
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+TORCH_CLASSES = """
+import torch
+from torch import nn
+
+def block():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+model = nn.Sequential(block(), block())
+for inner in model:
+    inner.compile(backend="fxmem", options={"budget": "min", "solve_s": 0.05})
+x = torch.randn(512, 64)
+for _ in range(2):
+    model(x).square().mean().backward()
+
+import fxmem
+for inner in model:
+    step = fxmem.step_of(inner)
+    assert len(step.plans) == 2
+    assert len(step.parameters) == 8
+    for plan in step.plans:
+        assert {op.module for op in plan.program.ops} >= {"0", "1", "2"}, plan
+        assert not any(op.source for op in plan.program.ops)  # no line is the user's
+assert not torch._dynamo.config.wrap_top_frame
+"""
+
+
+@pytest.mark.slow
+def test_modules_of_torchs_own_classes_are_compiled_in_place():
+    """Dynamo skips torch's frames: such a module would run without a plan, and nothing would say so."""
+    subprocess.run([sys.executable, "-c", TORCH_CLASSES], check=True)

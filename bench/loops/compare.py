@@ -84,7 +84,7 @@ def _empty() -> Row:
 
 def compared(ours: Run, eager: Run, budget_bytes: int) -> Row:
     pairs = list(zip(ours.steps, eager.steps, strict=False))
-    excess = [(s.planned, s.peak_bytes - budget_bytes - s.others_bytes) for s in ours.steps]
+    excess = [(s.planned, s.peak_bytes - budget_bytes) for s in ours.steps]
     over = [nbytes for planned, nbytes in excess if nbytes > 0 and not planned]
     over_new = [nbytes for planned, nbytes in excess if nbytes > 0 and planned]
     errors = [gradient_error(a.gradients, b.gradients) for a, b in pairs]

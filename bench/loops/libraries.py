@@ -12,37 +12,52 @@ from torch import Tensor, nn
 from bench.loops.zoo import Compile, Steps, loop, sgd, update
 
 
-def with_labels(model: Any, batches: Iterable[dict[str, Tensor]]) -> Steps:
-    """`model(**batch).loss`, the output kept through backward as in most scripts."""
+def with_labels(
+    model: Any, batches: Iterable[dict[str, Tensor]], kept: dict[str, Any] | None = None
+) -> Steps:
+    """`model(**batch).loss`, the output kept through backward as in most scripts; in `kept`, until the next comes."""
 
-    def step(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    def step(model: Any, batch: dict[str, Tensor], kept: dict[str, Any] | None) -> Tensor:
         outputs = model(**batch)
+        if kept is not None:
+            kept["outputs"] = outputs
         outputs.loss.backward()
         loss: Tensor = outputs.loss
         return loss
 
     optimizer = sgd(model)
     for batch in batches:
-        yield partial(step, model, batch)
+        yield partial(step, model, batch, kept)
         update(optimizer)
 
 
-def text(rows: int, length: int, num_labels: int | None = None) -> dict[str, Tensor]:
+def text(rows: int, length: int, num_labels: int | None = None, vocab: int = 64) -> dict[str, Tensor]:
     """Token ids with labels: the ids themselves, or a class a row."""
-    ids = torch.randint(64, (rows, length))
+    ids = torch.randint(vocab, (rows, length))
     return {"input_ids": ids, "labels": ids if num_labels is None else torch.randint(num_labels, (rows,))}
+
+
+def gpt2(vocab: int, width: int) -> Any:
+    """A tiny causal language model, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocab, n_positions=64, n_embd=width, n_layer=4, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 @loop(share=0.7)
 def gpt2_labels(compile_: Compile) -> Steps:
     """A causal language model from Hugging Face."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    return with_labels(compile_(gpt2(64, 32)), (text(16, 64) for _ in range(4)))
 
-    config = GPT2Config(
-        vocab_size=64, n_positions=64, n_embd=32, n_layer=4, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return with_labels(compile_(GPT2LMHeadModel(config)), (text(16, 64) for _ in range(4)))
+
+@loop(share=0.6)
+def gpt2_outputs_kept(compile_: Compile) -> Steps:
+    """A script's loop: `outputs` is a variable that keeps logits (2 MiB) until the next call returns."""
+    return with_labels(compile_(gpt2(1024, 64)), (text(8, 64, vocab=1024) for _ in range(6)), kept={})
 
 
 @loop(share=0.7)

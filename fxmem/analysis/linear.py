@@ -36,11 +36,11 @@ _GRADIENTS = ("grad", "grad_out", "grad_output", "gradOutput")
 _SELECTORS = frozenset({"condition", "index", "indices", "mask"})
 
 
-def degrees(nodes: Iterable[fx.Node], tangent: fx.Node) -> dict[fx.Node, Degree]:
-    """Degree in `tangent` of each of `nodes` (in execution order)."""
+def degrees(nodes: Iterable[fx.Node], *tangents: fx.Node, degree: int = 1) -> dict[fx.Node, Degree]:
+    """Degree of each of `nodes` (in execution order) in `tangents`, which are of `degree` themselves."""
     found: dict[fx.Node, Degree] = {}
     for node in nodes:
-        found[node] = 1 if node is tangent else _degree(node, found)
+        found[node] = degree if node in tangents else _degree(node, found)
     return found
 
 

@@ -14,6 +14,7 @@ from fxmem.errors import CaptureError, FxmemError
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _TORCH = re.compile(r"[/\\]torch[/\\]")
+_AROUND = re.compile(r"[/\\](?:torch[/\\]_dynamo|fxmem[/\\]compat)[/\\]")
 _PACKAGE = str(Path(__file__).parents[1])
 _FORWARD_TRACE = "Traceback of forward call that caused the error"
 _NOISE = re.compile(
@@ -28,8 +29,10 @@ _REMEDY = (
 
 
 def user_frame(stack_trace: str | None) -> str | None:
-    """'file:line: code' of the innermost frame of a printed stack that is not torch's (or fxmem's) own."""
-    frames = list(_FRAME.finditer(stack_trace or ""))
+    """'file:line: code' of the innermost frame of a printed stack that is not torch's (or fxmem's) own, or of all;
+    the frames that Dynamo and fxmem put around a module tell nothing."""
+    found = _FRAME.finditer(stack_trace or "")
+    frames = [m for m in found if not _AROUND.search(m["file"])]
     user = [m for m in frames if not (_TORCH.search(m["file"]) or m["file"].startswith(_PACKAGE))] or frames
     return f"{user[-1]['file']}:{user[-1]['line']}: {user[-1]['code'].strip()}" if user else None
 

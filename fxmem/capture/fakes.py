@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +52,7 @@ class Fakes:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._tensors:
             return self._tensors[id(tensor)][1]
-        if compat.is_wrapper_subclass(tensor):
+        if compat.is_wrapper_subclass(tensor) or tensor.layout != torch.strided:
             return tensor
         with torch.no_grad(), self.mode:
             fake = self._alike(tensor, self._device if tensor.is_meta else tensor.device)
@@ -83,10 +84,10 @@ class Fakes:
         return typed.as_strided(size, stride, tensor.storage_offset())
 
 
-def modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
-    """Modules reachable from a module, bound method, partial, or a function's closure."""
+def modules_of(*functions: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Modules reachable from modules, bound methods, partials, or functions' closures, each once."""
     seen: set[int] = set()
-    for _, root in root_modules(function):
+    for _, root in itertools.chain.from_iterable(map(root_modules, functions)):
         for module in root.modules():
             if id(module) not in seen:
                 seen.add(id(module))
@@ -102,5 +103,6 @@ def root_modules(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]
     ]
     code = getattr(function, "__code__", None)
     cells = getattr(function, "__closure__", None) or ()
-    named += [(name, cell.cell_contents) for name, cell in zip(code.co_freevars if code else (), cells, strict=False)]
+    held = zip(code.co_freevars if code else (), (cell.cell_contents for cell in cells), strict=False)
+    named += [(name, getattr(value, "__self__", value)) for name, value in held]
     yield from ((name, module) for name, module in named if isinstance(module, nn.Module))

@@ -74,6 +74,11 @@ class JointGraph:
         return tuple(node.args[0])
 
     @cached_property
+    def derived(self) -> dict[Any, JointGraph]:
+        """Graphs made of this one, by what made them: kept with it."""
+        return {}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of structure, shapes, strides, dtypes and device types; not of names: equal iff a plan applies."""
         digest = hashlib.sha256()
@@ -101,6 +106,7 @@ def from_aot(
     (`fxmem.capture.draws`).
     """
     _complete_values(joint)
+    _own_tangents(joint.graph)
     _restore_aliases(joint.graph)
     _order_by_execution(joint.graph, num_forward_outputs)
     merge_duplicates(joint.graph)
@@ -142,6 +148,20 @@ def _complete_values(module: fx.GraphModule) -> None:
             node.meta |= {"val": attribute} if isinstance(attribute, fx.GraphModule) else {}
         elif isinstance(node.target, compat.OpOverload) and not node.target._schema.returns:
             node.meta["val"] = None
+
+
+def _own_tangents(graph: fx.Graph) -> None:
+    """Give every tangent a storage of its own: that of an output which is a view of an input is traced as a view."""
+    seen: set[int] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if not isinstance(value, compat.FakeTensor) or value.layout != torch.strided:
+            continue
+        if is_tangent(node) and compat.storage_key(value) in seen:
+            node.meta["val"] = value = compat.fake_empty(
+                value.fake_mode, value.shape, value.stride(), value.dtype, value.device
+            )
+        seen.add(compat.storage_key(value))
 
 
 def _restore_aliases(graph: fx.Graph) -> None:

@@ -7,7 +7,7 @@ import re
 from torch import fx
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
-_ROOT = re.compile(r"^[LG]\[['\"](\w+)['\"]\]")
+_ROOT = re.compile(r"^[LG]\[['\"](\w+)['\"]\](?:\.__self__)?")
 _KEY = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]")
 _HOLDERS = re.compile(r"\._modules(?=\.|$)")
 

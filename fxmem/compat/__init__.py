@@ -39,9 +39,12 @@ from fxmem.compat.autograd import autocast_now as autocast_now
 from fxmem.compat.autograd import autocast_state as autocast_state
 from fxmem.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from fxmem.compat.autograd import keeps_graph as keeps_graph
+from fxmem.compat.autograd import leave_undefined as leave_undefined
 from fxmem.compat.autograd import queue_after_backward as queue_after_backward
 from fxmem.compat.autograd import replace_backward as replace_backward
+from fxmem.compat.autograd import zeros_for as zeros_for
 from fxmem.compat.distributed import default_store as default_store
+from fxmem.compat.distributed import gathered_bytes as gathered_bytes
 from fxmem.compat.distributed import has_reducer as has_reducer
 from fxmem.compat.distributed import is_fully_sharded as is_fully_sharded
 from fxmem.compat.distributed import pipelining as pipelining
@@ -51,6 +54,7 @@ from fxmem.compat.distributed import with_transfers as with_transfers
 from fxmem.compat.dynamo import RECOMPILE_LIMIT as RECOMPILE_LIMIT
 from fxmem.compat.dynamo import as_dynamo_gives as as_dynamo_gives
 from fxmem.compat.dynamo import break_at_gradients as break_at_gradients
+from fxmem.compat.dynamo import compile_torch_modules_in_place as compile_torch_modules_in_place
 from fxmem.compat.dynamo import fake_inputs as fake_inputs
 from fxmem.compat.dynamo import graph_break as graph_break
 from fxmem.compat.dynamo import hold_settings as hold_settings
@@ -81,9 +85,12 @@ from fxmem.compat.graphs import tensors_of as tensors_of
 from fxmem.compat.inductor import auto_chunking as auto_chunking
 from fxmem.compat.inductor import compile_with_inductor as compile_with_inductor
 from fxmem.compat.profiler import cpu_memory_deltas as cpu_memory_deltas
+from fxmem.compat.profiler import give_back_profiler as give_back_profiler
 from fxmem.compat.profiler import profiler_is_active as profiler_is_active
+from fxmem.compat.profiler import profiler_is_taken as profiler_is_taken
 from fxmem.compat.profiler import start_memory_log as start_memory_log
 from fxmem.compat.profiler import stop_memory_log as stop_memory_log
+from fxmem.compat.profiler import take_profiler as take_profiler
 from fxmem.compat.symbols import hint as hint
 from fxmem.compat.symbols import symbol_hints as symbol_hints
 from fxmem.compat.symbols import symbol_name as symbol_name

@@ -24,6 +24,17 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def leave_undefined(node: Any) -> None:
+    """Let a custom function's node be given None for gradients that don't come, not zeros."""
+    node.set_materialize_grads(False)
+
+
+def zeros_for(node: Any, position: int) -> torch.Tensor:
+    """What autograd would make for the gradient of that output of a node."""
+    like = node._input_metadata[position]
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+
 InsteadOfBackward = Callable[[Any, Callable[..., Any], list[Any]], Any]
 """(node, compiled backward, gradients of the outputs) -> gradients of the inputs. The list may be emptied."""
 

@@ -31,11 +31,22 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 def shard_bytes(module: torch.nn.Module) -> int:
     """Bytes of the shards that FSDP2 holds of parameters that are whole at the moment."""
-    if not is_fully_sharded(module):
-        return 0
-    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
-    parameters = group.fsdp_params if group is not None else ()
+    parameters = _sharded_parameters(module)
     return sum(p._sharded_param_data.nbytes for p in parameters if p.sharded_state.name == "UNSHARDED")
+
+
+def gathered_bytes(module: torch.nn.Module) -> int:
+    """Bytes that FSDP2 gathers at once for this module, on all ranks; 0 where it gathers nothing."""
+    parameters = _sharded_parameters(module)
+    return sum(p._orig_size.numel() * p.sharded_param.element_size() for p in parameters)
+
+
+def _sharded_parameters(module: torch.nn.Module) -> Sequence[Any]:
+    """FSDP2's own view of the parameters that it gathers for this module."""
+    if not is_fully_sharded(module):
+        return ()
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    return group.fsdp_params if group is not None else ()
 
 
 def pipelining() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -13,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo import convert_frame, eval_frame, trace_rules
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -31,6 +32,7 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
     Otherwise several compilations of one model (a sweep over budgets), in torch 2.11 even of different models,
     share one recompile limit, after which Dynamo falls back to eager: that is, runs over the budget without a word.
     """
+    _revert()
     if CAN_ISOLATE:
         options["isolate_recompiles"] = True
     else:
@@ -46,6 +48,44 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any], 
             revert()
 
     return run
+
+
+def compile_torch_modules_in_place(backend: str) -> None:
+    """From now on ``module.compile(backend=backend)`` compiles modules of torch's own classes, too.
+
+    Dynamo leaves torch's own frames as they are. `torch.compile` puts a frame around a module of such a class (an
+    nn.Sequential, say), but ``Module.compile`` doesn't: it would run without a plan, and without a word. Called while
+    the backend is loaded, that is, within the first such call, which only a setting of Dynamo's can still reach.
+    """
+    original = nn.Module.compile
+    if _is_running(original.__code__):
+        _to_revert.append(dynamo_config._make_closure_patcher(wrap_top_frame=True)())
+
+    @functools.wraps(original)
+    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _revert()
+        if kwargs.get("backend") == backend and trace_rules.check(self.forward):
+            self._compiled_call_impl = torch.compile(_with_own_code(self._call_impl), *args, **kwargs)
+        else:
+            original(self, *args, **kwargs)
+
+    nn.Module.compile = compile_module  # type: ignore[method-assign]
+
+
+_to_revert: list[Callable[[], None]] = []
+
+
+def _revert() -> None:
+    """The setting that the first call needed: nobody else's call of torch.compile runs under it."""
+    while _to_revert:
+        _to_revert.pop()()
+
+
+def _is_running(code: types.CodeType) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 RECOMPILE_LIMIT = 32
@@ -142,6 +182,7 @@ def hold_settings() -> None:
 
     Under Dynamo's own a frame runs without a plan, and without a word, after eight versions of it.
     """
+    _revert()
     context = _running_call()[1].get("self")
     if isinstance(context, eval_frame.OptimizeContext):
         context.enter_exit_hooks.append(dynamo_config._make_closure_patcher(**_settings_for_one_graph()))

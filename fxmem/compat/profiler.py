@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,50 @@ import torch
 from torch._C._autograd import DeviceType
 
 _profiler: Any = torch.autograd  # which re-exports the profiler's own calls, untyped
+
+
+class _Holder:
+    """The thread whose sessions run: Kineto serves one at a time in a process, and a second one crashes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    def take(self) -> bool:
+        """For this thread; False: another one's session is open, or somebody's profiler runs."""
+        with self._lock:
+            if self.is_taken():
+                return False
+            self._thread = threading.get_ident()
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._thread = None
+
+    def is_taken(self) -> bool:
+        if torch.autograd.profiler._is_profiler_enabled or profiler_is_active():
+            return True
+        own = (None, threading.get_ident())
+        return self._thread not in own and self._thread in {thread.ident for thread in threading.enumerate()}
+
+
+_holder = _Holder()
+
+
+def take_profiler() -> bool:
+    """Keep it from other threads until `give_back_profiler`; False: there is a session, on this thread or another."""
+    return _holder.take()
+
+
+def give_back_profiler() -> None:
+    """Other threads may have it."""
+    _holder.give_back()
+
+
+def profiler_is_taken() -> bool:
+    """Would a session that is begun here meet another one, of this thread or of another?"""
+    return _holder.is_taken()
 
 
 def cpu_memory_deltas(function: Callable[[], Any]) -> tuple[Any, list[int]]:
@@ -24,7 +69,7 @@ def cpu_memory_deltas(function: Callable[[], Any]) -> tuple[Any, list[int]]:
 
 
 def profiler_is_active() -> bool:
-    """Is a torch profiler running on this thread? There can be only one."""
+    """Is a torch profiler running on this thread?"""
     return bool(_profiler._profiler_enabled())
 
 

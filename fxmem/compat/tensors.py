@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fxmem.compat.fake_tensors import no_modes
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage that `tensor` is a view of (if sparse: its values); valid while that storage lives."""
@@ -22,12 +24,13 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layout = tensor.layout
     if layout == torch.strided:
         return (tensor,)
-    if layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    with no_modes():  # of a real tensor, while another one is traced, too
+        if layout == torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        if layout in (torch.sparse_csc, torch.sparse_bsc):
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
 
 

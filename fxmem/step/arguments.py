@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxmem import compat
 from fxmem.capture.draws import draw_after, state_of
@@ -57,6 +57,15 @@ class Arguments:
         """None for a tensor that is gone."""
         found = self._found[position]
         return found() if isinstance(found, weakref.ref) else found
+
+    def drop_copies(self) -> None:
+        """No backward will ask for them."""
+        self._copies.clear()
+
+    def of_inputs(self, gradients: Sequence[Any]) -> list[Any]:
+        """Those of `gradients` that are no parameter's."""
+        pairs = enumerate(gradients[: len(self._found)])
+        return [gradient for i, gradient in pairs if not isinstance(self._value(i), nn.Parameter)]
 
     def overwritten(self) -> list[int]:
         """Positions of those written to since forward that still exist."""

@@ -18,6 +18,7 @@ _NOT_HERE = {
     "capture": "torch.compile captures by Dynamo; use fxmem.compile",
     "dynamic": "it is torch.compile's own: torch.compile(model, dynamic=True, ...)",
 }
+compat.compile_torch_modules_in_place("fxmem")
 _steps: list[tuple[weakref.ref[Any], Step]] = []  # by call of torch.compile, which can be compared but has no hash
 
 
@@ -50,7 +51,11 @@ def _step_for(module: fx.GraphModule, made: Settings) -> Step:
     found = next((step for ref, step in _steps if ref() is call), None) if call is not None else None
     if found is not None:
         return found
-    step = Step(function or module, made)
+    step = next((s for ref, s in _steps if s.is_in_forward and ref() == call), None) if call is not None else None
+    if step is not None:
+        step.join(function or module)
+    else:
+        step = Step(function or module, made)
     if call is not None:
         _steps[:] = [(ref, other) for ref, other in _steps if ref() is not None]
         _steps.append((weakref.ref(call), step))

@@ -20,6 +20,7 @@ from fxmem.passes.direct_views import DirectViews
 from fxmem.passes.fission import SplitRegions
 from fxmem.passes.ignored_rows import IgnoredRows
 from fxmem.passes.normal_form import LossNormalForm
+from fxmem.units import format_bytes
 
 LEAST_BYTES = 2**20
 """Smaller values are not split: where they are the largest, memory is not what a step lacks."""
@@ -27,6 +28,7 @@ _MOST_PARTS = 16
 _FEW_PARTS = 4
 _MOST_OPS = 30_000  # of all parts: more take minutes to write out and plan
 _NORMAL_FORM = (IgnoredRows(), DirectViews(), LossNormalForm())
+_MORE = 1.1  # times the bytes inside make another region
 _SHARE = 3  # values below this part of the seed are not drawn into a region around it
 
 
@@ -34,12 +36,14 @@ def split_graph(joint: JointGraph, fissions: tuple[Fission, ...]) -> JointGraph:
     """`joint` with those regions in parts. Raises VerifyError, PlanMismatch where that can't be."""
     if not fissions:
         return joint
-    return run_passes(joint, [*_NORMAL_FORM, SplitRegions(fissions)]).joint
+    return run_passes(_normal_form(joint), [SplitRegions(fissions)]).joint
 
 
 def _normal_form(joint: JointGraph) -> JointGraph:
     """The graph whose nodes seeds are indices of."""
-    return run_passes(joint, _NORMAL_FORM).joint
+    if _NORMAL_FORM not in joint.derived:
+        joint.derived[_NORMAL_FORM] = run_passes(joint, _NORMAL_FORM).joint
+    return joint.derived[_NORMAL_FORM]
 
 
 def at_sizes(joint: JointGraph, fissions: tuple[Fission, ...]) -> tuple[Fission, ...]:
@@ -71,7 +75,9 @@ class Candidates:
         self._whole = whole
         if program.is_symbolic:
             self.refusals.append("sizes that are symbols are not split")
-        is_open = not program.is_symbolic and max(program.nbytes(), default=0) >= LEAST_BYTES
+        elif max(program.nbytes(), default=0) < LEAST_BYTES:
+            self.refusals.append(f"values of less than {format_bytes(LEAST_BYTES)} are not split")
+        is_open = not self.refusals
         self._joint = _normal_form(joint) if is_open else joint
         regions = self._regions() if is_open else ()
         found = {r.fission: len(r.members) * r.fission.num_parts for r in regions}
@@ -82,11 +88,15 @@ class Candidates:
         seed = max(_batched(self._joint), key=nbytes, default=None)
         size = 0 if seed is None else nbytes(seed)
         if seed is not None and size >= LEAST_BYTES:
-            for least_bytes in (size // _SHARE, 0) if self._whole else (size // _SHARE,):
-                yield from self._forms(self._joint.nodes.index(seed), least_bytes)
+            index = self._joint.nodes.index(seed)
+            around = list(self._forms(index, size // _SHARE))
+            yield from around
+            if self._whole:
+                yield from self._forms(index, 0, around[0] if around else None)
 
-    def _forms(self, seed: int, least_bytes: int) -> Iterator[Region]:
-        """Along the best dimension, with gradients in backward, and in forward in many parts and in few."""
+    def _forms(self, seed: int, least_bytes: int, known: Region | None = None) -> Iterator[Region]:
+        """Along the best dimension, with gradients in backward, and in forward in many parts and in few; none if they
+        are hardly more than `known`."""
         dims = range(self._joint.nodes[seed].meta["val"].ndim)
         regions = [self._finest(seed, dim, least_bytes) for dim in dims]
         found = [region for region in regions if not region.refused]
@@ -96,6 +106,8 @@ class Candidates:
         if regions[0].refused:
             self._note(regions[0])  # the batch, mostly
         best = max(found, key=lambda region: region.inside_bytes / (1 + region.border_bytes))
+        if known is not None and not _is_more(best, known):
+            return
         yield best
         fission = best.fission
         for num_parts in dict.fromkeys((fission.num_parts, min(_FEW_PARTS, fission.num_parts))):
@@ -125,6 +137,11 @@ class Candidates:
     def _note(self, region: Region | None) -> None:
         if region is not None and region.refused not in self.refusals:
             self.refusals.append(region.refused)
+
+
+def _is_more(region: Region, known: Region) -> bool:
+    """Is it worth trying beside `known`, which it contains?"""
+    return region.inside_bytes >= _MORE * known.inside_bytes or region.border_bytes < known.border_bytes
 
 
 def _batched(joint: JointGraph) -> Iterator[fx.Node]:

@@ -7,6 +7,7 @@ step of a kind is planned graph by graph for what stands at that moment, and mea
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import weakref
@@ -23,35 +24,34 @@ from fxmem import compat
 from fxmem.budget import Budget, resolve_budget
 from fxmem.capture.ahead import first_break
 from fxmem.capture.errors import unwrapped_errors
-from fxmem.capture.traced import Traced
-from fxmem.errors import BudgetInfeasible, CaptureError, PlanMismatch
+from fxmem.errors import BudgetInfeasible, CaptureError
 from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
 from fxmem.report.html import write_html
 from fxmem.report.text import line
-from fxmem.schedule import Machine, simulate
-from fxmem.step.episode import Call, Episode, Key, Level
-from fxmem.step.fission import cheapest
-from fxmem.step.graph import Graph, Variant, code_beside, storages_of
+from fxmem.step.agreement import Agreement
+from fxmem.step.episode import Call, Episode, Key, Measured
+from fxmem.step.first_plan import Surroundings
+from fxmem.step.fission import cheapest_by_turns
+from fxmem.step.graph import Choose, Graph, Variant, storages_of
 from fxmem.step.held_tensors import reachable_tensors
-from fxmem.step.joined import Segment
 from fxmem.step.kinds import Kinds
-from fxmem.step.known import Known, StepFissions, learn, unplanned_bytes
+from fxmem.step.known import Known, StepFissions, learn
 from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import parallel_bytes, why_no_graph
+from fxmem.step.resident import storage_bytes
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
+from fxmem.step.uncounted import watch
+from fxmem.units import format_bytes
 
 NUM_RETRIES = 3
 _MARGIN = 0.025  # of the budget, per retry after the first
 _SLACK = 0.02  # of the budget: so much left over is worth another plan
 _WORTH = 0.01  # of a step: extra time worth another plan
-_LOSS = 2  # times the gradients of the outputs: what a loss outside of the model is taken to hold, until it was seen
-_SMALLEST = "made for the smallest budget"
-_SMALL_BYTES = 4096  # a loss is a number: nothing follows it
 _LOGGER = logging.getLogger("fxmem")
 _NUM_RECENT = 16  # kinds of steps that are measured until one measurement of each has held
 _owners = itertools.count()
@@ -65,7 +65,7 @@ class Step:
     """
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
-        self.function = function
+        self.functions = [function]
         self.settings = settings
         self._num_retries = 0
         self._measured_peak_bytes: int | None = None
@@ -77,14 +77,16 @@ class Step:
         self._episode: Episode | None = None
         self._ended: Episode | None = None
         self._last: list[Plan] = []
-        self._whole: Plan | None = None
+        self._whole: Known | None = None
         self._is_told = False
         self._limit = Limit(settings.budget)
         self._arguments: tuple[Any, ...] | None = None
-        self._standing = Standing(function, settings.optimizer)
+        self._optimizers = [] if settings.optimizer is None else [settings.optimizer]
+        self._standing = Standing(self.functions, self._optimizers)
         self._num_calls = itertools.count()
-        self._num_runs = self._num_finished = 0
-        self._with_numbers: Callable[..., Any] | None = None
+        self._num_runs = self.num_finished = 0
+        self._leader: Step | None = None
+        self._agreement = Agreement(self._number)
         self.sampling = Sampling()
 
     # what a user reads
@@ -101,7 +103,7 @@ class Step:
         """The plan of the step that ran last, all its graphs together. Raises LookupError before the first one."""
         plans = self.plans
         if self._whole is not None and plans == self._last:
-            return self._whole
+            return self._whole.plan_shown
         if not plans:
             raise LookupError("nothing is planned before the first training step; fxmem.plan does it ahead of time")
         return max(plans, key=lambda plan: plan.peak_bytes)
@@ -150,54 +152,79 @@ class Step:
 
     # running
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Is a call of this step, on this thread, waiting for its backward?"""
+        episode = self._episode
+        return episode is not None and episode.is_here and not episode.backward_order and bool(episode.open_calls)
+
+    @property
+    def leader(self) -> Step:
+        """The step that this one has become part of; itself if none."""
+        return self if self._leader is None else self._leader.leader
+
+    def join(self, function: Callable[..., Any]) -> None:
+        """`function`, compiled by itself, is called within this step: its graphs are part of it."""
+        self.functions.append(function)
+        self._standing.notice_parameters()
+
+    def take(self, other: Step) -> None:
+        """`other` is part of this step from now on: what stands for it counts here. Kinds of steps are learned anew."""
+        self._settle()
+        other._leave_episode()
+        other._leader = self
+        self.functions += other.functions
+        self._optimizers += other._optimizers
+        self._carried += other._carried
+        self._standing.notice_parameters()
+        self._standing.count_optimizers()
+        self._kinds = Kinds()
+        self._recent.clear()
+
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend of this step."""
+        if self._leader is not None:
+            return self._leader.backend(module, example_inputs)
         graph = Graph(module, self.settings)
         self._standing.notice_parameters()
         arguments = storages_of(example_inputs, self._standing.device)
-        graph.compile(lambda made: self._first_plan(made, {}, arguments), example_inputs)
+        self._compiled(graph, lambda made: self._surroundings(made, arguments).plan(made, {}), example_inputs)
         self._graphs.add(graph)
         if self._episode is not None:
             self._episode.has_compiled = True
 
         def run(*args: Any) -> Any:
-            return self.run(graph, args)
+            return self.leader.run(graph, args)
 
         return run
 
-    def call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`compiled(*args, **kwargs)`. Raises CaptureError if Dynamo gave up and ran the model as it is.
+    def call(
+        self,
+        function: Callable[..., Any],
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """`compiled(*args, **kwargs)`, which torch made of `function`.
 
-        A graph that can't do without splitting is captured anew with numbers for sizes where Dynamo had made symbols
-        of those that were seen to change: from then on every size has a graph of its own.
+        Raises CaptureError if Dynamo gave up and ran it as it is.
         """
-        before = self._num_finished
-        try:
-            return self._call(self._with_numbers or compiled, args, kwargs)
-        except BudgetInfeasible as error:
-            can_change = error.is_unsplit and self.settings.dynamic is None and self.settings.capture == "dynamo"
-            if not can_change or self._with_numbers is not None or self._num_finished != before:
-                raise
-        _LOGGER.info("the step has to be split to fit: from now on it is compiled for each size of its inputs")
-        self._with_numbers = compat.isolated_compile(self.function, self.backend, dynamic=False)
-        return self._call(self._with_numbers, args, kwargs)
-
-    def _call(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._arguments, before = (args, kwargs), self._num_runs
+        outer, self._arguments = self._arguments, (args, kwargs)  # a model may be called by code of another one
+        before = self._num_runs
         try:
             if torch.is_grad_enabled():
                 self._open_episode()
             with unwrapped_errors():
                 result = compiled(*args, **kwargs)
             if self._num_runs == before and self.settings.budget is not None:
-                self._refuse_unplanned(result, args, kwargs)
+                _refuse_unplanned(function, result, args, kwargs)
+            if self._episode is not None and not self._episode.calls:
+                self._abandon_episode()  # nothing that ran can be trained
         except BaseException:
-            if self._episode is not None:
-                self._episode.abandon()  # the backward that would end it may never come, though its roots live on
-                self._episode = None
+            self._abandon_episode()  # the backward that would end it may never come, though its roots live on
             raise
         finally:
-            self._arguments = None
+            self._arguments = outer
         return result
 
     def run(self, graph: Graph, args: Sequence[Any]) -> Any:
@@ -216,19 +243,10 @@ class Step:
                 self._trace(episode, args)
         arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
-        variant = known.variants[len(episode.plans)] if known else self._suitable(graph, values, arguments)
+        variant = known.variants[len(episode.plans)] if known else self._variant(graph, values, arguments)
         result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
-        self._num_finished += 1
+        self.num_finished += 1
         return result
-
-    def _refuse_unplanned(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
-        tensors = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        if not any(t.requires_grad for t in tensors):
-            return
-        broken = first_break(self.function, args, kwargs)
-        why = why_no_graph(self.function) or (str(broken) if broken is not None else "a graph break in a loop?")
-        raise CaptureError(f"Dynamo found no graph in the step, so it ran without a plan: {why}")
 
     @property
     def _is_held(self) -> bool:
@@ -241,10 +259,7 @@ class Step:
         episode = self._episode
         if episode is not None and not episode.backward_order and (episode.open_calls or not episode.calls):
             return episode
-        if episode is not None:
-            self._carried += episode.open_calls
-            episode.end()
-        self._settle()
+        self._leave_episode()
         self._carried = [call for call in self._carried if call.is_open]
         self._episode = Episode(self._number, self._noticed_end)
         is_unsure = not self._recent or not all(known.is_verified for known in self._recent if known.is_alive)
@@ -253,15 +268,28 @@ class Step:
         self.sampling.begin(self._episode.is_traced)
         return self._episode
 
+    def _leave_episode(self) -> None:
+        """No more calls come in the episode that is open, if one is; backwards of its calls may still do."""
+        if self._episode is not None:
+            self._carried += self._episode.open_calls
+            self._episode.end()
+        self._settle()
+
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
         is_whole = not more or self._arguments is None
         is_own = self._standing.is_of_function(more)
-        function = self.function if is_own else None
-        tensors = reachable_tensors((function, self.settings.optimizer, self._arguments, more))
-        hidden_bytes = parallel_bytes(self.function) if is_own else 0
+        functions = self.functions if is_own else []
+        self._limit.grow(self._standing.more_left())
+        tensors = reachable_tensors((functions, self._optimizers, self._arguments, more, self._standing.left))
+        hidden_bytes = parallel_bytes(*functions)
         episode.start_trace(tensors, device_of(tensors), is_whole, hidden_bytes)
         episode.gradient_bytes = self._standing.existing_gradient_bytes(more)
+
+    def _abandon_episode(self) -> None:
+        if self._episode is not None:
+            self._episode.abandon()
+            self._episode = None
 
     def _noticed_end(self) -> None:
         """Also called by finalizers: what there is to learn is learned when the next step begins, or someone asks."""
@@ -271,25 +299,40 @@ class Step:
     def _settle(self) -> None:
         """Learn from the episode that ended last."""
         episode, self._ended = self._ended, None
-        if episode is None or not episode.plans:
+        if episode is None:
             return
+        self._standing.leave(episode.left)
+        if not episode.plans:
+            return
+        if episode.has_compiled and self._is_held and self._standing.left:
+            gc.collect()  # Dynamo's notes of a compilation hold what the call returned, until someone collects them
         plans = episode.plans
         self._kinds.drop_dead()
         known = self._kinds.get(episode.prefix) if self._is_held else None
-        levels = episode.levels
-        if levels is not None and self._is_held:
-            known = self._learn(episode, levels)
-        self._last, self._whole = plans, known.plan if known is not None else None
+        if episode.measured is not None and self._is_held:
+            known = self._learn(episode, self._agreement.on(episode, episode.measured, self.functions))
+        self._last, self._whole = plans, known
+        self._learn_undefined(episode)
         if known is not None and known not in self._recent:
             self._recent.append(known)
         if not self._is_told:
             self._is_told = True
             _LOGGER.info("first step: %s", line(self.plan, self._measured_peak_bytes))
 
-    def _learn(self, episode: Episode, levels: Mapping[Segment, Level]) -> Known:
+    def _learn_undefined(self, episode: Episode) -> None:
+        """Large outputs whose gradient no call of a graph was given: its next variants do without."""
+        seen: dict[Graph, frozenset[int]] = {}
+        for call in episode.calls:
+            if call.undefined is not None and self.settings.budget is not None:
+                seen[call.graph] = seen.get(call.graph, call.undefined) & call.undefined
+        for graph, undefined in seen.items():
+            if graph.asked or undefined >= graph.beside_the_loss:
+                graph.expect(graph.beside_the_loss)
+
+    def _learn(self, episode: Episode, measured: Measured) -> Known:
         before = self._kinds.like(episode.prefix)
         gradients = self._standing.gradient_bytes - episode.gradient_bytes
-        known = learn(episode, levels, gradients + self._standing.missing_optimizer_bytes())
+        known = learn(episode, measured.levels, gradients + self._standing.missing_optimizer_bytes())
         if before is not None:
             known.num_retries, known.margin_bytes = before.num_retries, before.margin_bytes
             known.is_improved, known.is_least = before.is_improved, before.is_least
@@ -298,9 +341,11 @@ class Step:
             if before.prefix != known.prefix and before.unplanned_bytes > known.unplanned_bytes:
                 before.plan, known = known.plan, before  # of larger sizes: the kind to be ready for
         self._kinds.remember(known)
-        self._measured_peak_bytes = episode.peak_bytes
+        self._measured_peak_bytes = measured.peak_bytes
         self._limit.see(known.unplanned_bytes)
-        self._verify(known, episode)
+        if before is None and self._limit.nbytes is not None:
+            watch(self._standing, self._limit.nbytes)
+        self._verify(known, episode, measured.peak_bytes)
         return known
 
     def _see_gradients(self, args: Sequence[Any]) -> None:
@@ -316,14 +361,17 @@ class Step:
 
     # verification
 
-    def _verify(self, known: Known, episode: Episode) -> None:
+    def _verify(self, known: Known, episode: Episode, peak_bytes: int) -> None:
         """Compare the measured peak with the budget; after the last retry the next such step fails."""
-        peak_bytes, limit = episode.peak_bytes, self._limit_of(known)
+        limit = self._limit_of(known)
         known.plan = replace(known.plan, budget_bytes=limit)
-        if limit is None or peak_bytes is None:
+        if limit is None:
             return
         if peak_bytes > limit:
-            self._too_much(known, peak_bytes - limit, limit, peak_bytes)
+            # What compiling left standing is no part of the steps that follow: the next one is measured, too.
+            is_of_compiling = episode.has_compiled and self.settings.inner == "eager"
+            if not is_of_compiling or known.plan.peak_bytes > limit:
+                self._too_much(known, peak_bytes - limit, limit, peak_bytes)
             return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
@@ -343,7 +391,7 @@ class Step:
     def _too_much(self, known: Known, over_bytes: int, limit: int, peak_bytes: int) -> None:
         if known.num_retries == NUM_RETRIES or self.settings.plan is not None:
             at_peak = [(row.name, row.nbytes) for row in standing_at_peak(known.plan)[:8]]
-            known.failure = BudgetInfeasible(limit, peak_bytes, at_peak, where=f", measured{known.unplanned_code}")
+            known.failure = BudgetInfeasible(limit, peak_bytes, at_peak, where=f", measured{self._beside(known)}")
             _LOGGER.error("%s", known.failure)
             return
         # What was measured beside the graphs is in the next plan. Where that does not mend it, the compiled code
@@ -382,7 +430,9 @@ class Step:
             return known.planned(fissions, self.settings, budget, share)
 
         try:
-            known.fissions, plan = cheapest(known.asked, known.others, known.whole, solve, budget)
+            known.fissions, plan = cheapest_by_turns(
+                known.asked, known.others, known.whole, solve, budget, len(set(known.forms))
+            )
             known.plan = replace(plan, notes={**plan.notes, **known.notes(known.fissions)})
         except BudgetInfeasible as error:
             known.plan = self._least_of(known, error)
@@ -401,112 +451,63 @@ class Step:
         """What stood beside the graphs was measured under another plan: the least one may leave less there (what a
         backward retains, say), so it is tried once. Raises `error` the second time."""
         if known.is_least or not error.actions or known.is_plain:
-            where = f" for a step of {len(known.parts)} graph calls{known.unplanned_code}"
+            where = f" for a step of {len(known.parts)} graph calls{self._beside(known)}"
             known.failure = BudgetInfeasible(error.budget_bytes, error.min_bytes, error.at_peak, where, error.actions)
             raise known.failure from error
         known.is_least, known.fissions = True, error.form
         plan = judge(known.whole(error.form), error.actions, known.plan.planner, None, known.plan.machine)
         return replace(plan, budget_bytes=error.budget_bytes)
 
+    def _beside(self, known: Known) -> str:
+        """What no plan reaches, for an error's text."""
+        kept = storage_bytes(self._standing.left)
+        held = f" ({format_bytes(kept)} are what the caller holds of earlier calls' results)" if kept else ""
+        return known.unplanned_code + held
+
     @property
     def _budget(self) -> Budget:
         self._settle()
         return self._limit.budget
 
-    def _suitable(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
-        """For a call in a step of no known kind: the fastest variant that fits beside what stands, or a new one."""
-        limit = self._budget
-        program = graph.captured.program.at(values)
-        if self.settings.plan is None and limit is not None:
-            beside = self._beside_bytes(graph, program, arguments) + self._guess_bytes(graph, program)
-            program = replace(program, extra_resident_bytes=beside)
-        for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
-            plan = variant.plan
-            if plan is None or variant.rereads & graph.pinned:
-                continue
-            if self._suits(plan, graph.forms.program(plan.program.fissions, program), limit):
-                return variant
+    def _variant(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
+        """What a call runs in a step of no known kind."""
+        around = self._surroundings(graph, arguments)
+        found = around.suitable(graph, values)
+        if found is not None:
+            return found
         if self._episode is not None:
             self._episode.has_compiled = True
-        return graph.compile(lambda made: self._first_plan(made, values, arguments))
+        return self._compiled(graph, lambda made: around.plan(made, values))
 
-    def _suits(self, plan: Plan, program: Program, limit: Budget) -> bool:
-        """Is `program`, a graph with what stands beside it now, within `limit` under `plan`?"""
-        if self.settings.plan is not None:
-            return True
-        if limit is None:
-            return plan.budget_bytes is None or plan.extra_s == 0
-        if limit == "min":
-            return plan.notes.get(_SMALLEST, False) and plan.program.hints == program.hints
-        asked = resolve_budget(limit)
-        assert isinstance(asked, (int, float))
-        limit_bytes = int(asked * unplanned_bytes(program)) if isinstance(asked, float) else asked
-        return simulate(program, plan.actions, plan.machine).peak_bytes <= limit_bytes
+    def _compiled(self, graph: Graph, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
+        """A variant of `graph`; where none is in budget, one that expects gradients of its loss only."""
+        try:
+            return graph.compile(choose, example_inputs)
+        except BudgetInfeasible:
+            if not graph.expect(graph.beside_the_loss):
+                raise
+        return graph.compile(choose, example_inputs)
 
-    def _first_plan(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Plan:
-        """A plan for a graph in a step of no known kind: for what stands now, and a guess at what may follow."""
-        program = graph.captured.program.at(values)
-        if self.settings.plan is not None:
-            form = graph.forms.form(self.settings.plan.program.fissions)
-            plan = self.settings.plan.for_graph(form.joint, form.program.at(values))
-            forbidden = graph.rereads(plan) & graph.pinned
-            if forbidden:
-                names = " and ".join(map(graph.input_name, forbidden))
-                raise PlanMismatch(f"the plan computes again from {names}, overwritten between forward and backward")
-            return plan
-        limit = self._budget
-        if limit is None:
-            return graph.forms.plan(program, None)
-        beside = self._beside_bytes(graph, program, arguments)
-        if graph.may_be_followed:
-            limit = "min"  # more graphs follow, and nobody knows yet what they need
-        guess = 0 if limit == "min" else self._guess_bytes(graph, program)
-        for more in dict.fromkeys((guess, 0)):
-            program = replace(program, extra_resident_bytes=beside + more)
-            try:
-                plan = graph.forms.plan(program, limit)
-            except BudgetInfeasible as error:
-                refusal = error
-            else:
-                return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
-        return self._least(graph, program, refusal)
+    def _surroundings(self, graph: Graph, arguments: Sequence[tuple[int, int]]) -> Surroundings:
+        """Of a call of `graph` with `arguments`, (address, bytes) each."""
+        budget, episode = self._budget, self._episode
 
-    def _least(self, graph: Graph, program: Program, error: BudgetInfeasible) -> Plan:
-        """Beside calls in flight that were planned without knowing of this one: the least that it can do with.
+        def beside_bytes(program: Program) -> int:
+            in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
+            return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, episode)
 
-        The step is over its budget, once: then it is known. Raises `error` where nothing else is in flight.
-        """
-        if not error.actions or self._episode is None or not self._episode.open_calls:
-            beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
-            raise error.of(error.asked, error.graph, beside) from error
-        _LOGGER.warning(
-            "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
-            "where that can't be, take a first step on a small batch"
-        )
-        form = error.form or ()
-        split = graph.forms.program(form, program)
-        plan = judge(split, error.actions, self.settings.planner, None, Machine())
-        return replace(plan, budget_bytes=error.budget_bytes, joint=graph.forms.form(form).joint)
-
-    def _guess_bytes(self, graph: Graph, program: Program) -> int:
-        """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""
-        for known in self._kinds:
-            if known.prefix[0][0] == graph.number and len(known.parts) == 1:
-                return known.beside_at(program)
-        tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
-        nbytes = program.nbytes()
-        return _LOSS * sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
-
-    def _beside_bytes(self, graph: Graph, program: Program, arguments: Sequence[tuple[int, int]]) -> int:
-        """Bytes that stand beside `program` as it runs now."""
-        in_use = {address for address, _ in arguments}
-        is_first = graph.may_be_followed
-        return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, self._episode)
+        is_beside = episode is not None and bool(episode.open_calls)
+        is_unknown = self._arguments is None and isinstance(resolve_budget(budget), float)
+        return Surroundings(self.settings, budget, beside_bytes, self._kinds, is_beside or is_unknown)
 
 
-def compile_step(function: Callable[..., Any], settings: Settings) -> tuple[Step, Callable[..., Any]]:
-    """`function` compiled as one step, and the step's state."""
-    step = Step(function, settings)
-    if settings.capture == "trace":
-        return step, Traced(function, step.backend)
-    return step, compat.isolated_compile(function, step.backend, dynamic=settings.dynamic)
+def _refuse_unplanned(
+    function: Callable[..., Any], result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises CaptureError if what a call returned was made without any graph, and could be trained."""
+    tensors = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if not any(t.requires_grad for t in tensors):
+        return
+    broken = first_break(function, args, kwargs)
+    why = why_no_graph(function) or (str(broken) if broken is not None else "a graph break in a loop?")
+    raise CaptureError(f"Dynamo found no graph in the step, so it ran without a plan: {why}")

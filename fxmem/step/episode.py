@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxmem import compat
 from fxmem.errors import CaptureError
@@ -23,11 +23,12 @@ from fxmem.planners.plan import Plan
 from fxmem.step.arguments import Arguments, undifferentiable
 from fxmem.step.held_tensors import storages
 from fxmem.step.joined import Made, Segment
-from fxmem.step.measurement import MemoryTrace, mark
+from fxmem.step.measurement import Mark, MemoryTrace, mark
 
 if TYPE_CHECKING:
     from fxmem.step.graph import Graph, Variant
 
+_SMALL_BYTES = 4096  # so much may be left of each step, and is not followed
 Key = tuple[Any, ...]
 """What tells calls apart: the graph and the values of its size symbols."""
 
@@ -42,7 +43,9 @@ class Output:
 
 @dataclass
 class Call:
-    """One forward in flight. `origins`: where each argument's storage comes from, if it was recorded: another call's
+    """One forward in flight. `undefined`: outputs whose gradient came in no backward of it; None before the first.
+
+    `origins`: where each argument's storage comes from, if it was recorded: another call's
     `Output`, a key of what stood before the episode, or None for what was made in between.
     """
 
@@ -55,6 +58,7 @@ class Call:
     arguments: Arguments | None = None
     outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
+    undefined: frozenset[int] | None = None
     is_open: bool = True
     is_differentiated: bool = False  # its backward, to be differentiated itself, ran in eager mode
 
@@ -81,6 +85,14 @@ class Level:
     end: int
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a step: at its peak, and by segment."""
+
+    peak_bytes: int
+    levels: Mapping[Segment, Level]
+
+
 class Episode:
     """The calls of one step. `on_end()` is told when the last of them is done; it may run inside a finalizer."""
 
@@ -91,6 +103,7 @@ class Episode:
         self.has_compiled = self.has_ended = False
         self.is_torn = False  # part of it ran where it could not be measured
         self.gradient_bytes = 0
+        self.left: list[weakref.ref[Tensor]] = []  # what the caller may keep of it
         self.trace: MemoryTrace | None = None
         self.is_whole = False  # measured from the start of the user's call
         self.start_bytes = 0
@@ -147,6 +160,11 @@ class Episode:
     # calls
 
     @property
+    def is_here(self) -> bool:
+        """Does it run on this thread?"""
+        return threading.get_ident() == self._thread
+
+    @property
     def open_calls(self) -> list[Call]:
         return [call for call in self.calls if call.is_open]
 
@@ -171,8 +189,15 @@ class Episode:
             raise
         mark(self.owner, f"F- {call.number}")
         call.arguments.forward_ended(args)
+        self.notice(outputs)
+        self.notice(x for x in args if isinstance(x, Tensor) and x.requires_grad)
         self._watch(call, outputs)
         return outputs
+
+    def notice(self, tensors: Iterable[Any]) -> None:
+        """The caller has `tensors`: those that are no parameters, and not tiny, may stand when the next step begins."""
+        found = (t for t in tensors if isinstance(t, Tensor) and not isinstance(t, nn.Parameter))
+        self.left += [weakref.ref(t) for t in found if sum(storages([t], t.device).values()) > _SMALL_BYTES]
 
     def _watch(self, call: Call, outputs: Iterable[Any]) -> None:
         tensors = [t for t in outputs if isinstance(t, Tensor)]
@@ -182,13 +207,17 @@ class Episode:
             ]
         roots = [t for t in tensors if t.requires_grad]
         if not roots:
-            call.drop()
+            call.drop()  # nothing that it returned can be differentiated: it may be a view of an input, say
+            self.end_if_done()
             return
         hook = _BackwardHook(self, call)
         weakref.finalize(hook, _dropped, weakref.ref(self), call).atexit = False
         for root in roots:
             root.register_hook(hook)
+        is_plain = not any(compat.is_wrapper_subclass(t) or t.is_nested for t in tensors)
         for node in _compiled_nodes(roots):
+            if is_plain:
+                compat.leave_undefined(node)
             compat.replace_backward(node, _Backward(self, call, hook))
             if self.is_traced:
                 node.register_hook(_EndMark(self.owner, call.number))
@@ -201,7 +230,7 @@ class Episode:
         if torch.is_grad_enabled():
             return
         self._queue()
-        if self.trace is not None and self.trace.device.type == "cpu" and threading.get_ident() != self._thread:
+        if self.trace is not None and self.trace.device.type == "cpu" and not self.is_here:
             self.is_torn = True
         if call not in self._recent:
             self._recent.append(call)
@@ -238,7 +267,7 @@ class Episode:
 
     def end_if_done(self) -> None:
         """End when no backward can come; on another thread (a collector's) that is left to the next step."""
-        if not self.open_calls and not self.is_queued and threading.get_ident() == self._thread:
+        if not self.open_calls and not self.is_queued and self.is_here:
             self.end()
 
     def end(self) -> None:
@@ -246,6 +275,9 @@ class Episode:
             self.has_ended = True
             if self.trace is not None:
                 self.trace.end()
+            for call in self.calls:
+                if call.arguments is not None and not call.is_open:
+                    call.arguments.drop_copies()
             self._on_end()
 
     def abandon(self) -> None:
@@ -254,44 +286,41 @@ class Episode:
             self.trace.abandon()
         self.trace = None
 
-    # what was measured
-
     @property
-    def levels(self) -> dict[Segment, Level] | None:
-        """Bytes by segment, absolute; None if they were not measured."""
+    def measured(self) -> Measured | None:
+        """None if it was not measured as a whole: a backward failed, or ran on another thread."""
         trace = self.trace
-        if trace is None or self.peak_bytes is None:
+        if trace is None or trace.is_running or trace.peak_delta_bytes is None:
             return None
-        found: dict[Segment, Level] = {}
-        running: Segment | None = None
-        before = start = 0
-        for point in trace.marks:
-            kind, _, number = point.key.partition(" ")
-            if running is not None:
-                level = Level(before, start, max(start, point.peak_bytes), point.level_bytes)
-                found[running] = _larger(found.pop(running, level), level)
-                running, before = None, 0
-            else:
-                before = max(before, point.peak_bytes)
-            if kind.endswith("+"):
-                running, start = ("forward" if kind == "F+" else "backward", int(number)), point.level_bytes
-            elif kind == "0" and found:  # what adds up gradients once the last backward has returned them
-                last = next(reversed(found))
-                found[last] = replace(found[last], peak=max(found[last].peak, before))
-                before = 0
-        base = self.start_bytes + sum(self._late.values())
-        return {segment: Level(*(base + n for n in _fields(level))) for segment, level in found.items()}
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The measured peak; None if it was not measured as a whole: a backward failed, or ran on another thread."""
-        if self.trace is None or self.trace.is_running or self.trace.peak_delta_bytes is None:
-            return None
-        keys = [point.key for point in self.trace.marks]
+        keys = [point.key for point in trace.marks]
         has_failed = any(key.startswith("B+") and after == "0" for key, after in itertools.pairwise(keys))
         if self.is_torn or has_failed:
             return None
-        return self.start_bytes + sum(self._late.values()) + self.trace.peak_delta_bytes
+        base = self.start_bytes + sum(self._late.values())
+        levels = {s: Level(*(base + n for n in _fields(level))) for s, level in _levels(trace.marks).items()}
+        return Measured(base + trace.peak_delta_bytes, levels)
+
+
+def _levels(marks: Iterable[Mark]) -> dict[Segment, Level]:
+    """Over what stood at the start."""
+    found: dict[Segment, Level] = {}
+    running: Segment | None = None
+    before = start = 0
+    for point in marks:
+        kind, _, number = point.key.partition(" ")
+        if running is not None:
+            level = Level(before, start, max(start, point.peak_bytes), point.level_bytes)
+            found[running] = _larger(found.pop(running, level), level)
+            running, before = None, 0
+        else:
+            before = max(before, point.peak_bytes)
+        if kind.endswith("+"):
+            running, start = ("forward" if kind == "F+" else "backward", int(number)), point.level_bytes
+        elif kind == "0" and found:  # what adds up gradients once the last backward has returned them
+            last = next(reversed(found))
+            found[last] = replace(found[last], peak=max(found[last].peak, before))
+            before = 0
+    return found
 
 
 def _larger(left: Level, right: Level) -> Level:
@@ -329,13 +358,22 @@ class _Backward:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
-        arguments = self.call.arguments
+        arguments, left_out = self.call.arguments, self.call.variant.undefined
         assert arguments is not None
+        undefined = frozenset(i for i, gradient in enumerate(grads) if gradient is None)
+        if not left_out <= undefined:
+            return self._of_all(arguments, node, grads, left_out - undefined)
+        for i in undefined - left_out:
+            grads[i] = compat.zeros_for(node, i)
         if torch.is_grad_enabled():
             return self._differentiable(arguments, node, compiled, grads)
+        before = self.call.undefined
+        self.call.undefined = undefined if before is None else undefined & before
         overwritten = [i for i in arguments.overwritten() if i in arguments.reread] if arguments.reread else []
         if not overwritten:
-            return compiled(grads)
+            gradients = compiled(grads)
+            self.episode.notice(arguments.of_inputs(gradients))
+            return gradients
         self.call.graph.pin(overwritten)
         self.episode.is_torn = True  # no measurement can be ended here, and this plan will not run again
         with arguments.as_before(overwritten):
@@ -354,6 +392,18 @@ class _Backward:
             if gradient is not None and gradient.requires_grad:
                 gradient.register_hook(self._differentiated)
         return tuple(found)
+
+    def _of_all(self, arguments: Arguments, node: Any, grads: list[Any], asked: Set[int]) -> Any:
+        """Gradients came of outputs that had none before: the model's own code runs again, this once."""
+        self.call.graph.asked |= asked
+        self.episode.is_torn = True
+        with torch.enable_grad():
+            found = arguments.differentiable(node, grads)
+        if isinstance(found, CaptureError):
+            raise CaptureError(f"a gradient came of an output that had none in the steps before; try again: {found}")
+        if torch.is_grad_enabled():
+            return tuple(found)
+        return tuple(None if gradient is None else gradient.detach() for gradient in found)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _differentiated(self, _: Tensor) -> None:

@@ -7,6 +7,7 @@ What is planned without splitting is always among the answers, so no plan is slo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Outlook(Generic[T]):
     peak_bytes: int
     split_s: float
 
+    def is_dominated_by(self, other: Outlook[T]) -> bool:
+        """Does it take as long, and saves nothing, neither with everything kept nor at the least?"""
+        is_lower = self.peak_bytes < other.peak_bytes or self.least_bytes < other.least_bytes
+        return self.split_s >= other.split_s and not is_lower
+
 
 Solve = Callable[[T, float], Plan]
 """Plan a form with a share of the usual work. Raises BudgetInfeasible."""
@@ -63,6 +69,36 @@ def cheapest(
     if budget == "min":
         return _smallest(unsplit, outlooks, solve)
     return _Choice(solve, limit).among(unsplit, outlooks)
+
+
+def cheapest_by_turns(
+    first: T,
+    others: Callable[[T], Sequence[T]],
+    program_of: Callable[[T], Program],
+    solve: Solve[T],
+    budget: Budget,
+    num_turns: int,
+) -> tuple[T, Plan]:
+    """`cheapest` where several graphs may be split: `others(form)` splits one more of them than `form` does.
+
+    Raises BudgetInfeasible, as `cheapest` does.
+    """
+    plans: list[tuple[T, Plan]] = []
+    refusals: list[BudgetInfeasible] = []
+    for _ in range(num_turns):
+        others_now = functools.partial(others, first)
+        try:
+            plans.append(cheapest(first, others_now, program_of, solve, budget))
+        except BudgetInfeasible as error:
+            refusals.append(error)
+        form = plans[-1][0] if plans else refusals[-1].form or first
+        is_good = bool(plans) and budget != "min" and plans[-1][1].extra_s <= WORTH * plans[-1][1].baseline_s
+        if form == first or is_good:
+            break
+        first = form
+    if not plans:
+        raise min(refusals, key=lambda error: error.min_bytes)
+    return min(plans, key=_lower if budget == "min" else lambda made: made[1].extra_s)
 
 
 def look(key: T, program: Program) -> Outlook[T]:
@@ -102,7 +138,11 @@ def _smallest(unsplit: Outlook[T], others: Iterable[Outlook[T]], solve: Solve[T]
     plans = [(key, _solved(solve, key))]
     if unsplit.least_bytes < plans[0][1].peak_bytes:
         plans.append((unsplit.key, _solved(solve, unsplit.key)))
-    return min(plans, key=lambda made: (made[1].peak_bytes, made[1].extra_s))
+    return min(plans, key=_lower)
+
+
+def _lower(made: tuple[T, Plan]) -> tuple[int, float]:
+    return made[1].peak_bytes, made[1].extra_s
 
 
 class _Choice(Generic[T]):
@@ -121,7 +161,7 @@ class _Choice(Generic[T]):
         trials, looked = [], [unsplit]
         for form in others if not self._is_good else ():
             looked.append(form)
-            if self._may_win(form) and (trial := self._try(form, _TRIAL)) is not None:
+            if self._may_win(form, unsplit) and (trial := self._try(form, _TRIAL)) is not None:
                 trials.append((trial.extra_s, form))
             if self._is_good:
                 break
@@ -145,8 +185,8 @@ class _Choice(Generic[T]):
         """Is there nothing left to gain that is worth the search?"""
         return self.found is not None and self.found[1].extra_s <= WORTH * self.found[1].baseline_s
 
-    def _may_win(self, form: Outlook[T]) -> bool:
-        if form.least_bytes > self.limit:
+    def _may_win(self, form: Outlook[T], unsplit: Outlook[T]) -> bool:
+        if form.least_bytes > self.limit or form.is_dominated_by(unsplit):
             return False
         return self.found is None or form.split_s < self.found[1].extra_s - WORTH * self.found[1].baseline_s
 

@@ -61,7 +61,7 @@ class Forms:
         """The graph split so. Raises VerifyError where it can't be."""
         if fissions not in self._made:
             joint = split_graph(self.unsplit.joint, fissions)
-            program = annotated_program(joint, self.settings, self.may_run and not compat.profiler_is_active())
+            program = annotated_program(joint, self.settings, self.may_run and not compat.profiler_is_taken())
             program = replace(program, fissions=fissions, unsplit=self.unsplit.program)
             self._made[fissions] = Form(joint, read_once(program, self._pinned))
         return self._made[fissions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,9 +22,10 @@ from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.passes import rewrite
 from fxmem.passes.offload import Transfers, open_transfers
+from fxmem.passes.zero_tangents import tangent_outputs, without_tangents
 from fxmem.planners.plan import Plan
 from fxmem.schedule import Compute, Recompute, StartBackward
-from fxmem.step.candidates import split_graph
+from fxmem.step.candidates import LEAST_BYTES, split_graph
 from fxmem.step.forms import Form, Forms
 from fxmem.step.lower import backend, split
 from fxmem.step.measurement import paused
@@ -36,13 +37,14 @@ _numbers = itertools.count()
 class Variant:
     """A plan of a graph and the code that runs it; `plan` is None for a graph without a backward.
 
-    `rereads`: see `Graph.rereads`.
+    `rereads`: see `Graph.rereads`. `undefined`: outputs whose gradient its backward does without.
     """
 
     plan: Plan | None
     code: Callable[..., Any]
     transfers: Transfers | None = None
     rereads: frozenset[int] = frozenset()
+    undefined: frozenset[int] = frozenset()
 
     @property
     def saved_bytes(self) -> int:
@@ -71,8 +73,11 @@ class Graph:
         self.resumed_at = compat.resumed_at(module)
         self.is_inner = self.resumed_at is None and compat.is_inner_frame()
         self._forms: Forms | None = None
+        self._captured: JointGraph | None = None
         self.autocast = compat.autocast_now()
         self.pinned: frozenset[int] = frozenset()
+        self.undefined: frozenset[int] = frozenset()
+        self.asked: frozenset[int] = frozenset()  # of those, what a gradient came for
         self._trace = compat.AotTrace()
         self.variants: list[Variant] = []
         self._transfers: Transfers | None = None
@@ -105,9 +110,11 @@ class Graph:
         chosen: list[Plan] = []
 
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            self._see(joint)
+            if self._captured is None:
+                self._captured = joint
+            self._see(without_tangents(joint, self.undefined) or joint)
             plan = choose(self)
-            joint = split_graph(joint, plan.program.fissions)
+            joint = split_graph(self.captured.joint, plan.program.fissions)
             plan = replace(plan, joint=joint, program=named_as(plan.program, joint))
             chosen.append(plan)
             return self._lowered(joint, plan)
@@ -121,7 +128,7 @@ class Graph:
                 with compat.retracing(self.fake_inputs):
                     code = compile_(self.module, self.fake_inputs)
         rereads = self.rereads(chosen[-1]) if chosen else frozenset()
-        variant = Variant(chosen[-1] if chosen else None, code, self._transfers, rereads)
+        variant = Variant(chosen[-1] if chosen else None, code, self._transfers, rereads, self.undefined)
         self.variants.append(variant)
         return variant
 
@@ -137,6 +144,36 @@ class Graph:
         self.pinned |= frozenset(positions)
         self.forms.pin({s for op, i in self.inputs if i in self.pinned for s in program.ops[op].storages})
 
+    def may_run(self, variant: Variant) -> bool:
+        """Is it right for what is known of the caller: inputs that it overwrites, gradients that don't come?"""
+        return not variant.rereads & self.pinned and variant.undefined == self.undefined
+
+    def expect(self, undefined: Set[int]) -> bool:
+        """No gradient of these outputs comes: variants made from now on do without; False if nothing changes."""
+        wanted = frozenset(undefined) - self.asked
+        if self._captured is None or wanted == self.undefined:
+            return False
+        joint = without_tangents(self._captured, wanted)
+        if joint is None:
+            return False
+        self.undefined = wanted
+        for name in ("inputs", "outputs", "gradients"):
+            self.__dict__.pop(name, None)
+        self._forms = None
+        with paused():
+            self._see(joint)
+        self.pin(self.pinned)
+        return True
+
+    @cached_property
+    def beside_the_loss(self) -> frozenset[int]:
+        """Outputs that come back beside numbers, and are large: the gradients of which may never come."""
+        assert self._captured is not None
+        values = {i: node.meta["val"] for i, node in tangent_outputs(self._captured).items()}
+        large = frozenset(i for i, value in values.items() if value.dim())
+        nbytes = sum(compat.hint(compat.storage_nbytes(values[i])) for i in large)
+        return large if len(large) < len(values) and nbytes >= LEAST_BYTES else frozenset()
+
     def rereads(self, plan: Plan) -> frozenset[int]:
         """Positions of inputs that backward reads under `plan`, and would not read with everything saved."""
         again = _read_in_backward(plan) - {
@@ -148,7 +185,7 @@ class Graph:
         if self._forms is not None:
             self._forms.see(joint)
         else:
-            is_free = not compat.profiler_is_active()  # somebody's profiler would end with ours
+            is_free = not compat.profiler_is_taken()  # somebody's profiler would end with ours
             self._forms = Forms(joint, self.settings, may_run=is_free)
 
     def _lowered(self, joint: JointGraph, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -162,7 +199,7 @@ class Graph:
         """The code that runs `plan`, compiled unless there is some that runs the same actions."""
         for variant in self.variants:
             known = variant.plan
-            if variant.rereads & self.pinned:
+            if not self.may_run(variant):
                 continue
             if known is not None and known.actions == plan.actions and _is_same_code(known.program, plan.program):
                 return replace(variant, plan=plan)

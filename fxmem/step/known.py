@@ -57,7 +57,7 @@ class Known:
         """Are its graphs still those that Dynamo runs, and may they be run as its plan says?"""
         found = [ref() for ref in self.graphs]
         pairs = zip(found, self.variants, strict=True)
-        return all(graph is not None and not variant.rereads & graph.pinned for graph, variant in pairs)
+        return all(graph is not None and graph.may_run(variant) for graph, variant in pairs)
 
     @property
     def is_plain(self) -> bool:
@@ -79,13 +79,14 @@ class Known:
         """How its graphs are split where nothing better is found."""
         return tuple(forms.asked for forms in self.forms)
 
-    def others(self) -> list[StepFissions]:
-        """How else they may be split: one graph at a time."""
+    def others(self, fissions: StepFissions) -> list[StepFissions]:
+        """`fissions`, with one more graph split."""
         own = self.forms
+        whole = dict.fromkeys(forms for forms, chosen in zip(own, fissions, strict=True) if chosen == forms.asked)
         return [
-            tuple(fissions if forms is split else forms.asked for forms in own)
-            for split in dict.fromkeys(own)
-            for fissions in split.others
+            tuple(other if forms is split else chosen for forms, chosen in zip(own, fissions, strict=True))
+            for split in whole
+            for other in split.others
         ]
 
     def refuse_parts(self) -> None:
@@ -138,6 +139,11 @@ class Known:
         whole = replace(program, extra_resident_bytes=beside)
         plan = judge(whole, actions, self.plan.planner, None, self.plan.machine)
         return replace(plan, budget_bytes=self.plan.budget_bytes, notes=self.plan.notes)
+
+    @property
+    def plan_shown(self) -> Plan:
+        """Of the step; where that is one call, a plan of its graph, that can be saved and used again."""
+        return self.plan_of(0, self.plan_actions) if len(self.parts) == 1 and self.is_alive else self.plan
 
     def beside_at(self, program: Program) -> int:
         """For a step of one call like this one, but of other sizes: what comes on top, in proportion."""

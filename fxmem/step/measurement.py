@@ -116,11 +116,11 @@ class MemoryTrace:
         self._log: _CpuLog | _CudaLog | None = None
 
     def begin(self) -> bool:
-        """Start; False (and nothing is measured) when another profiler is active on this thread."""
+        """Start; False (and nothing is measured) when another profiler is active, or another thread measures."""
         watched, self._watched = self._watched, ()
         if self.device.type == "cuda":
             self._log = _CudaLog(self.device, self.owner)
-        elif _recorder.is_blocked():
+        elif not _recorder.is_ready():
             return False
         else:
             self._log = _CpuLog(watched, self.owner, self.events if self._keeps_events else None)
@@ -173,10 +173,9 @@ class _CpuLog:
         self.owner, self._num_foreign = owner, 0
         self.marks: list[Mark] = []
         self.is_lost = False
-        self.finalizers = [
-            weakref.finalize(tensor, _mark_gone, address, nbytes)
-            for address, (tensor, nbytes) in _sole_owners(watched).items()
-        ]
+        owners = _sole_owners(watched)
+        self._watched = {address: nbytes for address, (_, nbytes) in owners.items()}
+        self.finalizers = [weakref.finalize(tensor, _mark_gone, address) for address, (tensor, _) in owners.items()]
         for finalizer in self.finalizers:
             finalizer.atexit = False
 
@@ -197,12 +196,15 @@ class _CpuLog:
         for name, address, nbytes in log:
             if self.events is not None and nbytes:
                 self.events.append((address, nbytes))
-            if name.startswith(_GONE):
-                self.level -= int(name.split()[1])
+            if name.startswith(_GONE):  # each log that counts it has asked for a mark, and sees all of them
+                self.level -= self._watched.pop(int(name.split()[1]), 0)
             elif name.startswith(_MARK):
                 _, owner, key = name.split(" ", 2)
                 self._take_mark(int(owner), key)
-            elif nbytes > 0 and not self._num_foreign:
+            elif nbytes > 0:
+                self.level -= self.live.pop(address, 0)  # another thread released it, which no log says: gloo's, say
+                if self._num_foreign:
+                    continue
                 self.live[address] = nbytes
                 self.level += nbytes
                 self.peak, self._peak_since = max(self.peak, self.level), max(self._peak_since, self.level)
@@ -230,8 +232,8 @@ def _sole_owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
     return {address: owner for address, owner in owners.items() if address not in shared}
 
 
-def _mark_gone(address: int, nbytes: int) -> None:
-    with torch.profiler.record_function(f"{_GONE} {nbytes} {address}"):
+def _mark_gone(address: int) -> None:
+    with torch.profiler.record_function(f"{_GONE} {address}"):
         pass
 
 
@@ -242,8 +244,9 @@ class _Recorder(threading.local):
         self.logs: list[_CpuLog] = []
         self.num_paused = 0
 
-    def is_blocked(self) -> bool:
-        return not self.logs and compat.profiler_is_active()
+    def is_ready(self) -> bool:
+        """May a log be added? The first one takes the profiler for this thread until the last one is removed."""
+        return bool(self.logs) or compat.take_profiler()
 
     def add(self, log: _CpuLog) -> None:
         self._stop()
@@ -254,6 +257,8 @@ class _Recorder(threading.local):
         self._stop()
         self.logs.remove(log)
         self._start()
+        if not self.logs:
+            compat.give_back_profiler()
 
     def cut(self) -> None:
         """Let every log know what has happened until now."""
@@ -277,7 +282,7 @@ class _Recorder(threading.local):
     def _start(self) -> None:
         if not self.logs or self.num_paused:
             return
-        if compat.profiler_is_active():
+        if compat.profiler_is_taken():
             self._lose()
         else:
             compat.start_memory_log()

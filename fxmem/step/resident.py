@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(found.values())
 
 
-def parameters_of(function: Callable[..., Any]) -> list[nn.Parameter]:
-    """Parameters of every module reachable from `function`, each once."""
-    found = {id(p): p for module in modules_of(function) for p in module._parameters.values() if p is not None}
+def parameters_of(*functions: Callable[..., Any]) -> list[nn.Parameter]:
+    """Parameters of every module reachable from `functions`, each once."""
+    found = {id(p): p for module in modules_of(*functions) for p in module._parameters.values() if p is not None}
     return list(found.values())
 
 
@@ -34,18 +34,18 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return storage_bytes(p.grad for p in parameters)
 
 
-def beside_graph_bytes(function: Callable[..., Any], program: Program, first_graph: bool) -> int:
-    """Parameters and buffers that the graph does not take.
+def beside_graph_bytes(functions: Sequence[Callable[..., Any]], program: Program, first_graph: bool) -> int:
+    """Parameters and buffers of `functions` that the graph does not take.
 
     For the first of several graphs of a step also the gradients of those parameters, which stand before its backward.
     """
-    tensors = [t for m in modules_of(function) for t in (*m._parameters.values(), *m._buffers.values())]
+    tensors = [t for m in modules_of(*functions) for t in (*m._parameters.values(), *m._buffers.values())]
     nbytes = program.nbytes()
     in_graph = sum(nbytes[s] for s in {s for i in program.static for s in program.ops[i].storages})
-    beside = max(0, storage_bytes(tensors) - in_graph) + parallel_bytes(function)
+    beside = max(0, storage_bytes(tensors) - in_graph) + parallel_bytes(*functions)
     if not first_graph:
         return beside
-    trainable = storage_bytes(p for p in parameters_of(function) if p.requires_grad)
+    trainable = storage_bytes(p for p in parameters_of(*functions) if p.requires_grad)
     return beside + max(0, trainable - in_graph)
 
 

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxmem.ir.program import Program
 from fxmem.step.episode import Call, Episode
 from fxmem.step.held_tensors import reachable_tensors, storages
-from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of
+from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of, storage_bytes
+
+_NUM_LEFT = 1024  # tensors of earlier steps that are followed
 
 
 class Standing:
     """Gradients, optimizer state, the model's tensors and the user's arguments. `gradient_bytes`: the most so far."""
 
-    def __init__(self, function: Callable[..., Any], optimizer: torch.optim.Optimizer | None) -> None:
-        self._function, self._optimizer = function, optimizer
+    def __init__(self, functions: Sequence[Callable[..., Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._functions, self._optimizers = functions, optimizers
         self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self.notice_parameters()
         self.gradient_bytes = 0
-        self._optimizer_bytes = optimizer_bytes(optimizer)
+        self.count_optimizers()
+        self._left: deque[weakref.ref[Tensor]] = deque(maxlen=_NUM_LEFT)
+        self._most_left = 0
+        self.notice_parameters()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for ref in self._parameters if (parameter := ref()) is not None]
 
+    def count_optimizers(self) -> None:
+        """The bytes of their states, as they are or will be."""
+        self._optimizer_bytes = [optimizer_bytes(optimizer) for optimizer in self._optimizers]
+
     def notice_parameters(self) -> None:
-        """Those of the function's modules now: adapters may have been put on."""
-        self._parameters = [weakref.ref(parameter) for parameter in parameters_of(self._function)]
+        """Those of the functions' modules now: more may have come, adapters may have been put on."""
+        self._parameters = [weakref.ref(parameter) for parameter in parameters_of(*self._functions)]
+
+    def leave(self, tensors: Iterable[weakref.ref[Tensor]]) -> None:
+        """A step has ended: `tensors` are what it was given and what it returned."""
+        self._left = deque((ref for ref in (*self._left, *tensors) if ref() is not None), maxlen=_NUM_LEFT)
+
+    @property
+    def left(self) -> list[Tensor]:
+        """What the caller has kept of earlier steps."""
+        return [tensor for ref in self._left if (tensor := ref()) is not None]
+
+    def more_left(self) -> int:
+        """By how many bytes it exceeds the most that was seen before."""
+        more = max(0, storage_bytes(self.left) - self._most_left)
+        self._most_left += more
+        return more
 
     @property
     def device(self) -> torch.device:
@@ -55,9 +79,14 @@ class Standing:
         self.gradient_bytes += more
         return more
 
+    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Is it one of those that were named, or a wrapper of one?"""
+        return any(optimizer is own or optimizer.state is own.state for own in self._optimizers)
+
     def missing_optimizer_bytes(self) -> int:
-        """Of the named optimizer's state, which counts from the start: what does not exist yet."""
-        return self._optimizer_bytes if self._optimizer is not None and not self._optimizer.state else 0
+        """Of the named optimizers' state, which counts from the start: what does not exist yet."""
+        known = zip(self._optimizers, self._optimizer_bytes, strict=True)
+        return sum(nbytes for optimizer, nbytes in known if not optimizer.state)
 
     def beside_bytes(
         self,
@@ -73,11 +102,12 @@ class Standing:
 
         `in_use`: addresses that the graph is given. `carried`: calls of earlier steps that may still be open.
         """
-        beside = self.gradient_bytes + self._optimizer_bytes
-        beside += beside_graph_bytes(self._function, program, first_graph=is_first_graph)
+        beside = self.gradient_bytes + sum(self._optimizer_bytes)
+        beside += beside_graph_bytes(self._functions, program, first_graph=is_first_graph)
         beside += sum(call.variant.saved_bytes for call in carried if call.is_open)
-        held = storages(reachable_tensors(user_arguments), self.device) if any(in_use) else {}
-        beside += sum(nbytes for address, nbytes in held.items() if address not in in_use)
+        held = storages([*reachable_tensors(user_arguments), *self.left], self.device) if any(in_use) else {}
+        counted = {*in_use, *storages((p.grad for p in self.parameters if p.grad is not None), self.device)}
+        beside += sum(nbytes for address, nbytes in held.items() if address not in counted)
         if episode is None:
             return beside
         if episode.is_traced:

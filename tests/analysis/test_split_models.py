@@ -90,6 +90,7 @@ class Attention(nn.Module):
         return F.cross_entropy(scores, target.reshape(batch * length))
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_are_compared_but_not_guarded_on() -> None:
     (joint,) = capture(Attention(), (torch.randn(6, 3, 8), torch.randint(8, (6, 3))), dynamic=True)
     joint = LossNormalForm().apply(joint)

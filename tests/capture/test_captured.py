@@ -190,6 +190,27 @@ def test_sparse_gradients(kind: Any) -> None:
     assert module.embed.weight.grad.is_sparse
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_arguments_are_refused_by_name() -> None:
+    matrix, x = torch.eye(SIZE).to_sparse_csr(), torch.rand(SIZE, SIZE, requires_grad=True)
+    step = fxmem.compile(lambda matrix, x: (matrix @ x).square().sum(), budget="min")
+    with pytest.raises(fxmem.CaptureError, match=r"sparse Tensor[\s\S]*test_captured.py"):
+        step(matrix, x)
+
+
+def test_the_gradient_of_a_view_of_an_input_is_a_tensor_of_its_own() -> None:
+    """Torch traces it as the view that the output is."""
+    x = torch.rand(1, SIZE, requires_grad=True)
+    for joint in capture(lambda x: x.unbind(-1)[0], (x,)):
+        program = program_from_joint(joint)
+        inputs = [op.storages for op in program.ops if op.is_input]
+        assert len(set(inputs)) == len(inputs) == 2
+    step = fxmem.compile(lambda x: x.unbind(-1)[0], budget="min")
+    for _ in range(2):  # the second plan is that of the step
+        step(x).sum().backward()
+    assert step.plan.peak_bytes <= step.plan.budget_bytes
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -200,6 +221,7 @@ class Recurrent(nn.Module):
         return self.head(self.layers(x)[0]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers(kind: Any) -> None:
     check_steps(Recurrent(kind), (torch.rand(64, 4, SIZE),), budget=0.9)

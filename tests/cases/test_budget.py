@@ -94,6 +94,7 @@ def test_below_the_peak_of_eager_checkpointing():  # pytorch#120381
     assert measured(module, step, (x,)) < peak_bytes
 
 
+@pytest.mark.slow
 def test_blocks_traversed_twice():  # pytorch#193193
     class Twice(nn.Module):
         def __init__(self):
@@ -126,6 +127,7 @@ def test_every_kind_of_plan_is_predicted(planner, budget):  # ART#913
     assert step.num_retries == 0
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_below_keeping_all_and_below_keeping_nothing():  # activation_memory_budget = 0
     with torch.device("meta"):
         module, args = Blocks(6), (torch.empty(256, 32), torch.empty(256, 32))
@@ -162,6 +164,7 @@ def sticky(step):
     return int(1.001 * budget_bytes) - needed if needed > 0.93 * budget_bytes else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [constant, sticky])
 def test_what_no_graph_shows_is_measured_and_planned_around(hidden):
     module, args = blocks(num_blocks=12)

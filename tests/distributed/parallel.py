@@ -82,6 +82,7 @@ def compare(wrap: Callable[[nn.Module], Any], plan: Callable[[Any], Any], model:
     equal, peaks = [], []
     for number in range(NUM_STEPS):
         planned.zero_grad()
+        dist.barrier()  # steps that are measured start together
         if number:  # the first compiles
             peaks.append(fxmem.measure(lambda: step(x).backward()).peak_bytes)
         else:

@@ -79,6 +79,7 @@ def test_backward_in_two_parts_reloads_what_was_offloaded(arguments: tuple[str, 
         assert rank["pending"] == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_middle_of_a_step_ends_the_others() -> None:
     for number, rank in enumerate(long_run("death")):
         if number == 2:

@@ -26,6 +26,7 @@ def test_every_loop_is_that_of_one_process() -> None:
             assert sorted(b for rank in ranks for b in rank["buffers"]) == ["mean", "scale", "steps"]
 
 
+@pytest.mark.slow
 def test_ranks_that_ask_for_different_things_are_refused_on_all_of_them() -> None:
     first, second = found_in("unlike")["unlike"]
     assert first["told"] == second["told"]
@@ -37,6 +38,7 @@ def test_ranks_that_ask_for_different_things_are_refused_on_all_of_them() -> Non
     assert done == "done"
 
 
+@pytest.mark.slow
 def test_two_pipelines_side_by_side() -> None:
     for rank in found_in("two by two")["two by two"]:
         assert "error" not in rank, rank

@@ -29,7 +29,7 @@ def test_every_schedule_on_two_or_four_ranks(model: str) -> None:
     rows = run("matrix", model, json.dumps(cells))
     assert len(rows) == sum(ranks * len(schedules) for ranks, schedules in cells.items())
     for row in rows:
-        assert "failure" not in row, row
+        assert "failure" not in row, str(row)
         assert row["gradient_error"] < 1e-5, row
         assert row["loss_error"] < 1e-5, row
         assert row["buffer_error"] == 0, row

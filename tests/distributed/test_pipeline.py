@@ -40,6 +40,7 @@ def check(*cases: list[Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_schedules_and_uneven_microbatches() -> None:
     """(model, schedule, ranks, stages, microbatches, rows): 8 rows are also 3 + 3 + 2."""
     check(

@@ -34,6 +34,7 @@ def test_tied_weights_under_a_budget_that_needs_recomputation() -> None:
     assert tight[0]["extra_s"] > 0
 
 
+@pytest.mark.slow
 def test_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches() -> None:
     few, many = check(["mlp", "1f1b", 2, 4, 8, None], ["mlp", "1f1b", 2, 12, 24, None])
     for a, b in zip(few, many, strict=True):
@@ -42,6 +43,7 @@ def test_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches() -> None:
         assert max(b["peaks"]) - b["batch"] <= max(a["peaks"]) - a["batch"] + losses
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_fails_on_every_rank() -> None:
     [ranks] = run("planned", json.dumps(["mlp", "auto", 2, 4, 8, 10_000]))
     assert ranks[0] == ranks[1]

@@ -53,6 +53,7 @@ def run_backward(stage: StageGraph, backward: fx.GraphModule, inputs: list[Any],
     return first[:num_sends] + [grads[i] for i in range(len(stage.gradients))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "unet", "gpt2_dropout"])
 def test_stages_compute_what_the_model_does(name: str, split: bool) -> None:

@@ -23,6 +23,7 @@ def pipeline(budget: float | str | None, **options: object) -> fxmem.PlannedPipe
     return fxmem.pipeline(model, args, budget, device_spec="cpu", **chosen)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_falls_where_the_loss_is_what_takes_memory() -> None:
     whole, split = pipeline("min", fission="off").plan, pipeline("min").plan
     assert max(split.peak_bytes) < 0.4 * max(whole.peak_bytes)
@@ -35,6 +36,7 @@ def test_the_smallest_budget_falls_where_the_loss_is_what_takes_memory() -> None
     assert max(plan.peak_bytes) <= plan.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 1.0, 0.995])
 def test_stages_that_fit_whole_stay_whole_unless_that_is_slower(budget: float | None) -> None:
     whole, split = pipeline(budget, fission="off").plan, pipeline(budget).plan

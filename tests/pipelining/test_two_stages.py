@@ -81,6 +81,7 @@ def test_cuts_that_do_not_fit_are_made_leaner() -> None:
     assert made > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWO_STAGES)
 def test_auto_takes_two_stages_where_they_are_faster(name: str) -> None:
     """Few microbatches and bytes to spare: half the bubble. `auto` allowed all is at least as fast as allowed one."""

@@ -54,6 +54,7 @@ def num_again_in_forward(plan: fxmem.Plan) -> int:
     return sum(isinstance(action, Recompute) for action in plan.actions[:border])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_parts_are_recomputed_in_forward_where_all_saved_is_too_much(dropout: float) -> None:
     module, args = deep(dropout)

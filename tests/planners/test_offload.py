@@ -146,6 +146,7 @@ def test_a_tier_never_costs_time(program: Program, share: float, pace: float) ->
     assert make_plan(program, budget, "auto", host(pace)).extra_s <= without.extra_s + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share"),
     [("resnet50_hf", 0.2), ("resnet50_hf", 0.55), ("resnet50_hf", 0.7), ("unet", 0.35), ("gpt2_6l", 0.4)],

@@ -218,6 +218,14 @@ def test_bound_grows_with_moments_and_shrinks_with_the_budget() -> None:
     assert bounds[-1] > bounds[0] > 0
 
 
+def test_many_equal_values_are_not_too_small_to_decide_about() -> None:
+    """One of a thousand is a thousandth; the layers of a recurrent network are all of what it saves."""
+    problem = reduce_program(blocks(300))
+    equal = replace(problem, nbytes=np.full_like(problem.nbytes, 8192))
+    assert problem.num_storages > 1000
+    assert candidates(equal).sum() >= candidates(problem).sum() > 500
+
+
 def test_random_values_are_saved_never_drawn_again() -> None:
     program = _with_dropout()
     plan = make_plan(program, "min", "auto", FAST)

@@ -21,6 +21,7 @@ def plan() -> Plan:
     return fxmem.plan(module, args, None)
 
 
+@pytest.mark.slow
 def test_the_prediction_is_what_torch_needs(plan):
     module, args = blocks()
     torch_side = TorchSweep(module)

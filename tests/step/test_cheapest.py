@@ -11,7 +11,7 @@ from fxmem.ir.program import Op, Program, Storage
 from fxmem.planners.plan import Plan, baseline_actions, judge
 from fxmem.planners.problem import reduce_program
 from fxmem.schedule import Machine
-from fxmem.step.fission import Outlook, _Choice, cheapest
+from fxmem.step.fission import Outlook, _Choice, cheapest, cheapest_by_turns
 
 
 def program(nbytes: int, seconds: float = 1.0) -> Program:
@@ -35,9 +35,12 @@ PARTS = replace(program(100, seconds=1.1), unsplit=WHOLE)
 PROGRAMS = {"whole": WHOLE, "parts": PARTS}
 
 
-def as_captured(key: str) -> Plan:
-    made = PROGRAMS[key]
+def all_saved(made: Program) -> Plan:
     return judge(made, baseline_actions(reduce_program(made)), "none", None, Machine())
+
+
+def as_captured(key: str) -> Plan:
+    return all_saved(PROGRAMS[key])
 
 
 def choose(limit: int, asked: list[str]) -> tuple[str, Plan]:
@@ -74,6 +77,32 @@ def test_the_smallest_need_of_all_forms_is_named_and_whose_it_is() -> None:
     assert alone.value.form == "whole"
 
 
+@pytest.mark.parametrize("limit", [500, "min"])
+def test_graphs_of_a_step_are_split_one_after_the_other(limit: int | str) -> None:
+    """Each alone leaves what the other needs."""
+    sizes = {(0, 0): 1000, (1, 0): 700, (0, 1): 800, (1, 1): 100}
+    programs = {key: replace(program(n, seconds=1.0 + sum(key) / 10), unsplit=WHOLE) for key, n in sizes.items()}
+
+    def others(key: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(*key[:i], 1, *key[i + 1 :]) for i in range(2) if not key[i]]
+
+    def solve(key: tuple[int, ...], share: float) -> Plan:
+        plan = all_saved(programs[key])
+        if limit != "min" and plan.peak_bytes > limit:
+            raise BudgetInfeasible(limit, plan.peak_bytes, actions=plan.actions)
+        return plan
+
+    def chosen(num_turns: int) -> tuple[int, ...]:
+        return cheapest_by_turns((0, 0), others, programs.__getitem__, solve, limit, num_turns)[0]
+
+    assert chosen(2) == (1, 1)
+    if limit == "min":
+        assert chosen(1) == (1, 0)
+    else:
+        with pytest.raises(BudgetInfeasible):
+            chosen(1)
+
+
 @pytest.mark.parametrize(("bound_s", "in_full"), [(0.3, False), (0.1, True)])
 def test_the_unsplit_form_is_searched_in_full_unless_another_one_is_below_its_bound(
     bound_s: float, in_full: bool
@@ -89,6 +118,25 @@ def test_the_unsplit_form_is_searched_in_full_unless_another_one_is_below_its_bo
     whole, parts = Outlook("whole", 100, 2000, 0.0), Outlook("parts", 50, 400, 0.1)
     assert _Choice(solve, 500).among(whole, [parts])[0] == "parts"
     assert (("whole", 1.0) in asked) == in_full
+
+
+def test_forms_that_save_nothing_are_not_planned() -> None:
+    asked: list[str] = []
+
+    def solve(key: str, share: float) -> Plan:
+        asked.append(key)
+        return replace(as_captured(key), extra_s=0.5)
+
+    whole, same, faster = (
+        Outlook("whole", 100, 2000, 0.0),
+        Outlook("same", 100, 2000, 0.0),
+        Outlook("parts", 100, 2000, -0.1),
+    )
+    assert same.is_dominated_by(whole)
+    assert not faster.is_dominated_by(whole)
+    assert not Outlook("lower", 99, 2000, 0.1).is_dominated_by(whole)
+    _Choice(solve, 500).among(whole, [same])
+    assert set(asked) == {"whole"}
 
 
 def test_the_unsplit_form_is_not_planned_to_its_smallest_where_another_one_is_below_it() -> None:

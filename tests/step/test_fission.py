@@ -114,6 +114,7 @@ def test_a_loss_outside_of_the_model_and_logits_that_come_back() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_compiled_one_by_one_where_only_splitting_fits() -> None:
     """Dynamo makes symbols of sizes that were seen to change, and those are not split."""
     module = classifier()[0]

@@ -14,7 +14,6 @@ from torch import nn
 import fxmem
 from fxmem import compat
 from fxmem.planners.plan import make_plan
-from fxmem.step.measurement import MemoryTrace
 from fxmem.step.sampling import Sampling
 from tests.models import Blocks, blocks, gradients
 
@@ -254,17 +253,111 @@ def test_several_backwards_of_one_forward_are_held():
     check_steps(module, lambda: three(step), lambda: three(module), budget, num_over=1)
 
 
-def test_two_compiled_models_have_a_budget_each():
+def pairs(share, together):
+    """Two models, a function that takes a step of both, what stands in it, and `share` of its peak without a plan."""
     one, args = blocks(num_blocks=2, batch=128)
     two, _ = blocks(num_blocks=2, batch=128, seed=1)
-    budget = int(0.8 * peak_of(one, lambda: run(one, args)))
-    steps = [fxmem.compile(module, budget=budget, **QUICK) for module in (one, two)]
-    for _ in range(3):
-        (steps[0](*args) + steps[1](*args)).backward()
+
+    def step(first, second):
+        if together:
+            (first(*args) + second(*args)).backward()
+        else:
+            run(first, args)
+            run(second, args)
+
+    budget = int(share * peak_of(one, lambda: step(one, two)))
+    two.zero_grad()
+    return one, two, step, budget
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_models_that_train_in_one_loop_have_one_budget(together):
+    """From the first step on if one is called while the other waits for its backward, from the second if in turns."""
+    one, two, step, budget = pairs(0.8, together)
+    step(one, two)
+    expected = gradients(one), gradients(two)
+    compiled = [fxmem.compile(module, budget=budget, **QUICK) for module in (one, two)]
+    for number in range(3):
         one.zero_grad()
         two.zero_grad()
-    assert [step.num_retries for step in steps] == [0, 0]
-    assert all(step.step.measured_peak_bytes <= budget for step in steps)
+        peak_bytes = fxmem.measure(lambda: step(*compiled)).peak_bytes
+        assert all(map(torch.equal, (*gradients(one), *gradients(two)), (*expected[0], *expected[1])))
+        assert number == 0 or peak_bytes <= budget
+    assert compiled[0].step is compiled[1].step
+    assert compiled[0].step.measured_peak_bytes <= budget
+    compiled[1].set_budget(2 * budget)
+    assert compiled[0].step.budget_bytes == 2 * budget
+
+
+def test_models_of_unlike_budgets_are_steps_of_their_own():
+    one, two, step, budget = pairs(0.8, together=True)
+    compiled = [fxmem.compile(module, budget=budget + i, **QUICK) for i, module in enumerate((one, two))]
+    for _ in range(2):
+        step(*compiled)
+    assert compiled[0].step is not compiled[1].step
+
+
+def test_models_that_train_on_threads_of_their_own_are_steps_of_their_own():
+    one, two, _, budget = pairs(0.8, together=True)
+    compiled = [fxmem.compile(module, budget=budget, **QUICK) for module in (one, two)]
+    args = blocks(num_blocks=2, batch=128)[1]
+    waiting = compiled[0](*args)
+    for _ in range(2):
+        thread = threading.Thread(target=run, args=(compiled[1], args))
+        thread.start()
+        thread.join()
+    waiting.backward()
+    assert compiled[0].step is not compiled[1].step
+
+
+def test_a_model_that_runs_without_gradients_in_turns_stands_there_too():
+    student, args = blocks(num_blocks=2, batch=128)
+    teacher = blocks(num_blocks=6, batch=128, seed=1)[0].requires_grad_(False)
+
+    def step(student, teacher):
+        with torch.no_grad():
+            teacher(*args)
+        run(student, args)
+
+    budget = int(0.9 * peak_of(student, lambda: step(student, teacher)))
+    compiled = [fxmem.compile(module, budget=budget, **QUICK) for module in (student, teacher)]
+    for number in range(3):
+        student.zero_grad()
+        peak_bytes = fxmem.measure(lambda: step(*compiled)).peak_bytes
+        assert number == 0 or peak_bytes <= budget
+
+
+def test_what_the_loop_keeps_of_a_step_stands_in_the_next_one():
+    module, (x, y) = blocks(num_blocks=2, batch=128)
+
+    def step(module):
+        own = x.clone().requires_grad_()
+        (towards,) = torch.autograd.grad(module(own, y), own)
+        loss = module((own + 0.1 * towards.sign()).detach(), y)
+        loss.backward()
+        return towards, own, loss
+
+    budget = int(0.8 * peak_of(module, lambda: step(module)))
+    compiled = fxmem.compile(module, budget=budget, **QUICK)
+    for number in range(4):
+        module.zero_grad()
+        peak_bytes = fxmem.measure(lambda: step(compiled)).peak_bytes
+        assert number < 2 or peak_bytes <= budget
+
+
+def test_an_error_names_what_the_loop_keeps(monkeypatch):
+    monkeypatch.setattr(Sampling, "is_due", True)
+    body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    x, held = torch.randn(512, 32), []
+    compiled = fxmem.compile(body, budget=int(1.1 * peak_of(body, lambda: body(x).square().sum().backward())), **QUICK)
+
+    def loop():
+        for _ in range(20):
+            held.append(compiled(x))
+            held[-1].square().sum().backward()
+
+    with pytest.raises(fxmem.BudgetInfeasible, match="KiB are what the caller holds of earlier calls' results"):
+        loop()
 
 
 def test_equal_models_that_torch_compile_gives_one_code_do_not_count_for_each_other():
@@ -280,75 +373,6 @@ def test_equal_models_that_torch_compile_gives_one_code_do_not_count_for_each_ot
     assert step is fxmem.step_of(compiled[0])
     assert step.num_retries == 0
     assert step.plan.peak_bytes <= budget
-
-
-def test_a_lost_measurement_verifies_nothing():
-    module, args = blocks(num_blocks=2, batch=128)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-    loss = step(*args)
-    compat.stop_memory_log()  # as a profiler of somebody else's would
-    loss.backward()
-    module.zero_grad()
-    assert step.step.measured_peak_bytes is None
-    run(step, args)
-    assert step.step.measured_peak_bytes == step.plan.peak_bytes
-
-
-class Leaky(Broken):
-    """Between its graphs runs code that later needs more than it did when the step was planned."""
-
-    more_bytes = 0
-
-    def forward(self, x, y):
-        x = x + self.blocks[0](x)
-        self.keep()
-        return F.mse_loss((x + self.blocks[1](x)) * self.scale, y)
-
-    @torch.compiler.disable
-    def keep(self):
-        self.kept = torch.ones(self.more_bytes // 4)
-
-
-def test_later_steps_are_held_too(monkeypatch):
-    torch.manual_seed(0)
-    module, args = Leaky(2), (torch.randn(128, 32), torch.randn(128, 32))
-    budget = peak_of(module, lambda: run(module, args))
-    step = fxmem.compile(module, budget=budget, **QUICK)
-    for _ in range(3):
-        run(step, args)
-        module.zero_grad()
-    assert step.num_retries == 0
-    monkeypatch.setattr(Sampling, "is_due", True)  # it is after a while: see the next test
-    module.more_bytes = 40_000
-    run(step, args)
-    module.zero_grad()
-    assert step.plan.peak_bytes
-    assert step.num_retries == 1
-    assert fxmem.measure(lambda: run(step, args)).peak_bytes <= budget
-
-
-def test_measuring_known_steps_takes_a_small_share_of_the_time(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("fxmem.step.sampling.time.perf_counter", lambda: clock[0])
-    sampling, measured = Sampling(), 0
-    for number in range(2000):
-        is_measured = number == 0 or sampling.is_due
-        measured += is_measured
-        sampling.begin(is_measured)
-        clock[0] += 1.3 if is_measured else 1.0
-        sampling.end()
-    assert measured > 10
-    assert 0.3 * measured <= 0.01 * 2000
-
-
-def test_a_backward_that_never_comes_leaves_no_profiler_behind():
-    module, args = blocks(num_blocks=2, batch=128)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-    loss = step(*args)
-    assert compat.profiler_is_active()
-    del loss
-    gc.collect()
-    assert not compat.profiler_is_active()
 
 
 def test_a_graph_is_planned_again_from_its_plan_before(monkeypatch):
@@ -398,72 +422,6 @@ def test_torch_compile_runs_nothing_without_a_plan_either(monkeypatch):
         run(module, (torch.randn(4, 8),))
     with pytest.raises(compat.FailOnRecompileLimitHit):
         module(torch.randn(4, 8))
-
-
-def test_a_backward_on_another_thread_verifies_nothing_and_leaves_no_profiler():
-    module, args = blocks(num_blocks=2, batch=128)
-    run(module, args)
-    expected = gradients(module)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-    for _ in range(2):
-        thread = threading.Thread(target=step(*args).backward)
-        thread.start()
-        thread.join()
-        assert all(torch.equal(a, b) for a, b in zip(gradients(module), expected, strict=True))
-    assert step.step.measured_peak_bytes is None
-    run(step, args)
-    assert step.step.measured_peak_bytes == step.plan.peak_bytes
-    assert not compat.profiler_is_active()
-
-
-def test_a_backward_that_fails_verifies_nothing():
-    module, args = blocks(num_blocks=2, batch=128)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-    hook = module.blocks[0][1].weight.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(step, args)
-    hook.remove()
-    module.zero_grad()
-    run(step, args)
-    assert step.step.measured_peak_bytes == step.plan.peak_bytes
-
-
-def test_levels_are_flat_over_many_steps_of_which_some_fail():
-    module, args = blocks(num_blocks=2, batch=64)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-
-    def one(number):
-        loss = step(*args)
-        if number % 11 == 0:
-            loss.register_hook(lambda gradient: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-        elif number % 7:
-            loss.backward()
-        module.zero_grad()
-
-    for number in range(30):
-        one(number)
-    trace = MemoryTrace()
-    trace.begin()
-    for number in range(154):  # twice 7 x 11
-        one(number)
-    gc.collect()
-    assert trace.level()[0] == 0, "bytes that nobody gave back"
-    trace.end()
-    assert step.num_retries == 0
-
-
-def test_somebody_elses_profiler_sees_the_whole_first_step():
-    module, args = blocks(num_blocks=2, batch=128)
-    step = fxmem.compile(module, budget=0.8, **QUICK)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        run(step, args)
-    assert any("addmm" in event.key for event in profile.key_averages())
-    assert step.step.measured_peak_bytes is None
-    module.zero_grad()
-    run(step, args)
-    assert step.step.measured_peak_bytes == step.plan.peak_bytes
 
 
 class Adapted(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from fxmem import compat
 from fxmem.errors import FxmemError
 from fxmem.step.held_tensors import reachable_tensors
-from fxmem.step.measurement import Measurement, MemoryTrace, mark, measure, paused
+from fxmem.step.measurement import Measurement, MemoryTrace, _CpuLog, mark, measure, paused
 
 KIB = 1024
 
@@ -198,3 +198,28 @@ def test_the_allocator_agrees_with_the_simulator(seed: int | None) -> None:
     model.zero_grad()
     measured = measure(lambda: plan.step(*args).backward()).peak_bytes
     assert measured == pytest.approx(plan.peak_bytes[0], rel=1e-4)  # the incoming gradient of the loss: 4 bytes
+
+
+def test_what_another_thread_released_stands_until_its_address_comes_again() -> None:
+    log = _CpuLog([], None)
+    log.feed([("", 8, 100), ("", 9, 100), ("", 8, 100)])
+    assert (log.level, log.peak) == (200, 200)
+    log.feed([("", 8, -100), ("", 9, -100)])
+    assert log.level == 0
+
+
+def test_what_dies_in_nested_measurements_dies_once_in_each() -> None:
+    outer_only, both = [floats(64 * KIB)], [floats(32 * KIB)]
+    inner: list[Measurement] = []
+
+    def step() -> None:
+        both.clear()
+        floats(256 * KIB)
+
+    def outer() -> None:
+        inner.append(measure(step))
+        outer_only.clear()
+        floats(512 * KIB)
+
+    assert measure(outer).peak_bytes == 512 * KIB
+    assert inner[0].peak_bytes == 256 * KIB

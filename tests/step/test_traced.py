@@ -54,6 +54,7 @@ def steps(module, model, batches):
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_dynamo_breaks_is_one_graph_and_trains_as_eager_does():
     module, args = breaking()
     start = {name: value.clone() for name, value in module.state_dict().items()}

@@ -21,6 +21,7 @@ def act(what: str) -> str:
     return f"{what} {os.environ.get('FXMEM_SWEEP_TEST', '')}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "error"),
     [("raise", "ValueError: on purpose"), ("exit", "exit code 3"), ("killed", "exit code -9")],

@@ -3,10 +3,12 @@
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import HypothesisWarning
 from hypothesis.strategies import SearchStrategy
 
 NUM_EXAMPLES = int(os.environ.get("FXMEM_FUZZ_EXAMPLES", "0"))
@@ -39,7 +41,8 @@ def run(strategy: SearchStrategy[Any], check: Callable[[Any], Any], num_examples
         check(drawn)
         num_checked += 1
 
-    with contextlib.suppress(TimeIsUp):
+    with contextlib.suppress(TimeIsUp), warnings.catch_warnings():
+        warnings.simplefilter("ignore", HypothesisWarning)  # of examples whose text is long
         all_examples()
     return num_checked
 

@@ -22,6 +22,7 @@ def _unshrunk() -> Iterator[None]:
     settings.load_profile(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unshrunk")
 def test_the_example_finds_the_seeded_bug_and_the_fixed_pass_passes() -> None:
     seeded, its_test, compiler_test = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)

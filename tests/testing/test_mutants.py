@@ -35,16 +35,19 @@ def assert_caught(strategy: st.SearchStrategy[Any], check: Callable[[Any], Any],
         run(strategy, check, MOST_EXAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", broken.RIGHT_PASSES)
 def test_right_passes(pass_):
     run(graph_modules(), lambda gm: check_pass(pass_, gm), 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", broken.BROKEN_PASSES)
 def test_broken_passes(pass_):
     assert_caught(graph_modules(), lambda gm: check_pass(pass_, gm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actions_of", broken.RIGHT_SCHEDULES)
 def test_right_schedules(actions_of):
     run(plans(), lambda plan: check_plan(replace(plan, actions=actions_of(plan))), 50)
@@ -55,6 +58,7 @@ def test_broken_schedules(actions_of):
     assert_caught(plans(), lambda plan: check_plan(replace(plan, actions=actions_of(plan))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", broken.RIGHT_ORDERS)
 def test_right_orders(order):
     run(joint_graphs(), lambda joint: _check_order(joint, order), 10)

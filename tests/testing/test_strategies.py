@@ -77,6 +77,7 @@ def test_joint_graphs() -> None:
     fuzz("joint_graphs and schedules", planned(), check)
 
 
+@pytest.mark.slow
 def test_programs() -> None:
     def check(program):
         check_program(program)
@@ -87,10 +88,12 @@ def test_programs() -> None:
     fuzz("programs", programs(), check)
 
 
+@pytest.mark.slow
 def test_plans() -> None:
     fuzz("plans", plans(), check_plan)
 
 
+@pytest.mark.slow
 def test_transfers() -> None:
     fuzz("transfers", transfers(), lambda drawn: check_engine(lambda lay, hook: ThreadEngine(lay, None, hook), drawn))
 
@@ -140,6 +143,7 @@ def test_features_are_left_out() -> None:
         run(modules(without={"weather"}), str, 1)
 
 
+@pytest.mark.slow
 def test_every_feature_is_drawn() -> None:
     words = {
         "attention": "scaled_dot",

@@ -146,7 +146,7 @@ def candidates(problem: Problem) -> npt.NDArray[np.uint8]:
     good = (made >= 0) & (made < problem.num_forward) & ~problem.keep_to_end
     good &= problem.recomputable[np.maximum(made, 0)] & ~mutated(problem)
     sizes = np.sort(problem.nbytes[good])
-    total = np.cumsum(sizes)
+    total = np.cumsum(sizes)[np.searchsorted(sizes, sizes, side="right") - 1]  # with all of the same size
     small = sizes[total <= _SMALL_SHARE * total[-1]] if len(sizes) else sizes
     return (good & (problem.nbytes > (small[-1] if len(small) else 0))).astype(np.uint8)
 

@@ -29,7 +29,8 @@ def least_bytes(problem: Problem) -> int:
     again = problem.recomputable[np.maximum(first, 0)]
     last = np.where(in_forward & again, last_readers(problem, np.flatnonzero(required).tolist()), last)
     last = np.where(problem.keep_to_end, num_kernels - 1, np.maximum(last, first))
-    sure = (first >= nf) | (in_forward & required[np.minimum(np.maximum(first, 0), max(nf - 1, 0))])
+    runs = np.concatenate([required, np.ones(num_kernels - nf, dtype=np.bool_)])
+    sure = (first >= 0) & runs[np.maximum(first, 0)]
     change = np.zeros(num_kernels + 1, dtype=np.int64)
     np.add.at(change, first[sure], problem.nbytes[sure])
     np.add.at(change, last[sure] + 1, -problem.nbytes[sure])
@@ -37,7 +38,6 @@ def least_bytes(problem: Problem) -> int:
     for k in range(nf, num_kernels):
         read = problem.reads(k)
         standing[k] += problem.nbytes[read[~sure[read] | (last[read] < k)]].sum()
-    runs = np.concatenate([required, np.ones(num_kernels - nf, dtype=np.bool_)])
     least = int(standing[runs].max(initial=0))
     return problem.base_bytes + max(least, _Arrivals(problem, standing, sure, first, last).least_bytes())
 

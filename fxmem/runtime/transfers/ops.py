@@ -23,8 +23,8 @@ from fxmem.runtime.transfers.worker import is_copying_thread
 
 _LIBRARY = torch.library.Library("fxmem", "DEF")
 _LIBRARY.define(
-    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None) "
-    "-> Tensor"
+    "offload(Tensor x, Tensor? step, int slot, int runtime, int offset=0, int extent=-1, SymInt[]? stride=None, "
+    "ScalarType? dtype=None) -> Tensor"
 )
 _LIBRARY.define("free(Tensor handle, Tensor x) -> Tensor")
 _LIBRARY.define(
@@ -117,6 +117,16 @@ def laid_out(x: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def typed(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """`x` if it is of `dtype`, else a copy that is: some ops return another one than torch says (the statistics of a
+    batch norm in bfloat16). Raises OffloadError where that would lose digits."""
+    if dtype is None or x.dtype == dtype:
+        return x
+    if torch.promote_types(x.dtype, dtype) != dtype:
+        raise OffloadError(f"offload: an op that should return {dtype} returned {x.dtype}: don't offload its result")
+    return x.to(dtype)
+
+
 @torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
 def _offload(
     x: torch.Tensor,
@@ -126,10 +136,11 @@ def _offload(
     offset: int = 0,
     extent: int = -1,
     stride: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     engine = engine_of(runtime)
     current = engine.begin() if step is None else _open(step)[1]
-    engine.offload(current, slot, flat_bytes(laid_out(x, stride), offset, extent))
+    engine.offload(current, slot, flat_bytes(laid_out(typed(x, dtype), stride), offset, extent))
     return _handle(runtime, current, slot)
 
 
@@ -170,6 +181,7 @@ def _fake_offload(
     offset: int = 0,
     extent: int = -1,
     stride: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     return torch.empty(3, dtype=torch.int64, device="cpu")
 

@@ -84,6 +84,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_links")
 def test_disk_faults_fail_one_step(tmp_path):
     check_disk_faults(tmp_path, "cpu")
@@ -130,6 +131,7 @@ def test_host_memory_refused(tmp_path, monkeypatch):
         assert is_same(gradients(module), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_links")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_levels_are_flat_over_200_steps(tier, tmp_path):

@@ -25,6 +25,7 @@ def test_offloaded_step_keeps_its_budget_and_gradients(tier, tmp_path):
     assert step.plan.simulation.bytes_moved > 0
 
 
+@pytest.mark.slow
 def test_what_could_not_be_offloaded_is_reported_with_the_reason(tmp_path):
     class Returning(torch.nn.Module):
         def forward(self, x, y):

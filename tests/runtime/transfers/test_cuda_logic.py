@@ -82,6 +82,7 @@ def test_steps_in_flight(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> 
     contract.check_steps_in_flight(make, CPU, tiers, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 def test_abandoned_steps(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
     contract.check_abandoned_steps(make, CPU, tiers, True)

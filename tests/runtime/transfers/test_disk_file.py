@@ -181,6 +181,7 @@ def test_killed_process(tmp_path: Path) -> None:
         assert set(tmp_path.iterdir()) == {file.path, tmp_path / "notes.txt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_removed_at_exit(tmp_path: Path, how: str) -> None:
     _child(tmp_path, how).wait()

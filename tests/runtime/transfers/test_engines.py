@@ -43,6 +43,7 @@ def _no_file_left(tmp_path: Path):  # type: ignore[no-untyped-def]
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 def test_random_programs_under_random_delays(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
     contract.check_random_programs(make, CPU, tiers, False, range(34))
@@ -53,6 +54,7 @@ def test_steps_in_flight(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> 
     contract.check_steps_in_flight(make, CPU, tiers, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 def test_abandoned_steps(make: contract.MakeEngine, tiers: tuple[Tier, ...]) -> None:
     contract.check_abandoned_steps(make, CPU, tiers, False)

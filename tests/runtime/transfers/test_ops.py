@@ -101,6 +101,17 @@ def test_a_tensor_that_is_not_laid_out_as_planned_comes_back_as_planned(key: int
     assert torch.equal(back, x)
 
 
+def test_a_tensor_that_is_not_of_the_planned_type_comes_back_as_planned(key: int) -> None:
+    """Torch says that a batch norm's statistics are of another type than its kernel returns."""
+    x = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16)
+    handle = OPS.free(OPS.offload(x, None, 0, key, 0, -1, (1,), torch.float32), x)
+    back = OPS.wait(OPS.reload(handle, x.size(), (1,), 0, torch.float32, x.device), handle)
+    assert back.dtype == torch.float32
+    assert torch.equal(back, x.float())
+    with pytest.raises(OffloadError, match=r"should return torch.float16 returned torch.float32"):
+        OPS.offload(x.float(), None, 0, key, 0, -1, (1,), torch.float16)
+
+
 def test_strides_that_place_nothing_do_not_matter() -> None:
     x = torch.ones(1, 3)
     assert laid_out(x, (77, 1)) is x

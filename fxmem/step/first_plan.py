@@ -1,0 +1,122 @@
+"""The plan of a graph in a step of no known kind: for what stands now, and a guess at what may follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fxmem.budget import Budget, resolve_budget
+from fxmem.errors import BudgetInfeasible, PlanMismatch
+from fxmem.ir.program import Program
+from fxmem.options import Settings
+from fxmem.planners.plan import Plan, judge
+from fxmem.schedule import Machine, simulate
+from fxmem.step.graph import Graph, Variant, code_beside
+from fxmem.step.known import Known, unplanned_bytes
+
+_LOSS = 2  # times the gradients of the outputs: what a loss outside of the model is taken to hold, until it was seen
+_SMALLEST = "made for the smallest budget"
+_SMALL_BYTES = 4096  # a loss is a number: nothing follows it
+_LOGGER = logging.getLogger("fxmem")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a graph is called in. `beside_bytes`: that stand beside a program of it now.
+
+    `kinds`: of steps that are known. `may_be_over`: do other calls wait that were planned without knowing of this one,
+    or is the budget a fraction of a step that may call more than this graph?
+    """
+
+    settings: Settings
+    budget: Budget
+    beside_bytes: Callable[[Program], int]
+    kinds: Iterable[Known]
+    may_be_over: bool
+
+    def suitable(self, graph: Graph, values: Mapping[str, int]) -> Variant | None:
+        """The fastest variant of `graph` that fits; None: a new one is needed."""
+        program = graph.captured.program.at(values)
+        if self.settings.plan is None and self.budget is not None:
+            beside = self.beside_bytes(program) + self._guess_bytes(graph, program)
+            program = replace(program, extra_resident_bytes=beside)
+        for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
+            plan = variant.plan
+            if plan is None or not graph.may_run(variant):
+                continue
+            if self._suits(plan, graph.forms.program(plan.program.fissions, program)):
+                return variant
+        return None
+
+    def _suits(self, plan: Plan, program: Program) -> bool:
+        """Is `program`, a graph with what stands beside it, within the budget under `plan`?"""
+        if self.settings.plan is not None:
+            return True
+        if self.budget is None:
+            return plan.budget_bytes is None or plan.extra_s == 0
+        if self.budget == "min":
+            return plan.notes.get(_SMALLEST, False) and plan.program.hints == program.hints
+        asked = resolve_budget(self.budget)
+        assert isinstance(asked, (int, float))
+        limit_bytes = int(asked * unplanned_bytes(program)) if isinstance(asked, float) else asked
+        return simulate(program, plan.actions, plan.machine).peak_bytes <= limit_bytes
+
+    def plan(self, graph: Graph, values: Mapping[str, int]) -> Plan:
+        """Raises BudgetInfeasible, PlanMismatch."""
+        if self.settings.plan is not None:
+            return _as_given(self.settings.plan, graph, values)
+        program, limit = graph.captured.program.at(values), self.budget
+        if limit is None:
+            return graph.forms.plan(program, None)
+        beside = self.beside_bytes(program)
+        if graph.may_be_followed:
+            limit = "min"  # more graphs follow, and nobody knows yet what they need
+        guess = 0 if limit == "min" else self._guess_bytes(graph, program)
+        for more in dict.fromkeys((guess, 0)):
+            program = replace(program, extra_resident_bytes=beside + more)
+            try:
+                plan = graph.forms.plan(program, limit)
+            except BudgetInfeasible as error:
+                refusal = error
+            else:
+                return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
+        return self._least(graph, program, refusal)
+
+    def _least(self, graph: Graph, program: Program, error: BudgetInfeasible) -> Plan:
+        """The least that the graph can do with, if the step may be over its budget, once: then it is known.
+
+        Raises `error` where this graph is known to be the step.
+        """
+        if not error.actions or not self.may_be_over:
+            beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
+            raise error.of(error.asked, error.graph, beside) from error
+        _LOGGER.warning(
+            "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
+            "where that can't be, take a first step on a small batch"
+        )
+        form = error.form or ()
+        split = graph.forms.program(form, program)
+        plan = judge(split, error.actions, self.settings.planner, None, Machine())
+        return replace(plan, budget_bytes=error.budget_bytes, joint=graph.forms.form(form).joint)
+
+    def _guess_bytes(self, graph: Graph, program: Program) -> int:
+        """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""
+        for known in self.kinds:
+            if known.is_alive and known.prefix[0][0] == graph.number and len(known.parts) == 1:
+                return known.beside_at(program)
+        tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
+        nbytes = program.nbytes()
+        return _LOSS * sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
+
+
+def _as_given(given: Plan, graph: Graph, values: Mapping[str, int]) -> Plan:
+    if given.program.reference.graph != graph.captured.joint.fingerprint:
+        graph.expect(graph.beside_the_loss)
+    form = graph.forms.form(given.program.fissions)
+    plan = given.for_graph(form.joint, form.program.at(values))
+    forbidden = graph.rereads(plan) & graph.pinned
+    if forbidden:
+        names = " and ".join(map(graph.input_name, forbidden))
+        raise PlanMismatch(f"the plan computes again from {names}, overwritten between forward and backward")
+    return plan
