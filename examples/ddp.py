@@ -34,6 +34,7 @@ def main() -> None:
     dist.all_gather(weights, model.module.blocks[0][2].weight.detach().contiguous())
     assert all(torch.equal(weights[0], other) for other in weights)
     print(f"rank {dist.get_rank()}: {step.plans[0]!r}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

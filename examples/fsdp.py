@@ -37,6 +37,7 @@ def main() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     print(f"rank {dist.get_rank()}: {model.blocks[0].plans[0]!r}, losses {losses}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ def main() -> None:
     measured = fxmem.measure(lambda: schedule.step(x, target)).peak_bytes
     print(f"rank {rank}: predicted {pipe.plan.peak_bytes[rank]} bytes, measured {measured}")
     assert measured <= pipe.plan.budget_bytes
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -37,6 +37,8 @@ from fxmem.compat.aot import saved_description as saved_description
 from fxmem.compat.aot import trainable_lstms as trainable_lstms
 from fxmem.compat.autograd import autocast_now as autocast_now
 from fxmem.compat.autograd import autocast_state as autocast_state
+from fxmem.compat.autograd import compiled_backward as compiled_backward
+from fxmem.compat.autograd import give_back_saved as give_back_saved
 from fxmem.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from fxmem.compat.autograd import keeps_graph as keeps_graph
 from fxmem.compat.autograd import leave_undefined as leave_undefined

@@ -45,20 +45,48 @@ def replace_backward(node: Any, instead: InsteadOfBackward) -> None:
     kind = type(node)._forward_cls
     if hasattr(kind, "fxmem_compiled_backward"):
         return
-    compiled = kind.fxmem_compiled_backward = kind.backward
+    kind.fxmem_compiled_backward = kind.backward
     is_boxed = getattr(kind, "boxed_grads_call", False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
-        def run(of_outputs: list[Any]) -> Any:
-            return compiled(ctx, of_outputs) if is_boxed else compiled(ctx, *of_outputs)
-
+        run = compiled_backward(ctx)
         found = getattr(ctx, "fxmem_backward", None)
         of_outputs = grads[0] if is_boxed else list(grads)
         del grads
         return run(of_outputs) if found is None else found(ctx, run, of_outputs)
 
     kind.backward = staticmethod(backward)
+
+
+def compiled_backward(node: Any) -> Callable[[list[Any]], Any]:
+    """What compiled code made for the autograd node of a call of it, whatever runs instead."""
+    kind = type(node)._forward_cls
+    compiled = getattr(kind, "fxmem_compiled_backward", kind.backward)
+    is_boxed = getattr(kind, "boxed_grads_call", False)
+    return lambda of_outputs: compiled(node, of_outputs) if is_boxed else compiled(node, *of_outputs)
+
+
+def give_back_saved(node: Any) -> bool:
+    """Let go of the tensors that a custom function's node saved: its own backward can't run any more.
+
+    False, and nothing changes, where somebody's hooks hold them.
+    """
+    try:
+        for saved in node._raw_saved_tensors:
+            saved.register_hooks(_pack_nothing, _unpack_nothing)
+    except RuntimeError:
+        return False
+    node._tensors_no_vc_check = []
+    return True
+
+
+def _pack_nothing(_: torch.Tensor) -> None:
+    return None
+
+
+def _unpack_nothing(_: None) -> torch.Tensor:
+    raise RuntimeError("what this node saved was given back")
 
 
 def autocast_now() -> Callable[[], contextlib.AbstractContextManager[None]]:

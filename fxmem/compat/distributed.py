@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 
 def default_store() -> Any:
@@ -18,10 +21,30 @@ def default_store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
+class _Reducers:
+    """The modules of this process that DistributedDataParallel wraps: looked for once, later ones are heard of."""
+
+    def __init__(self) -> None:
+        self.found: weakref.WeakSet[torch.nn.Module] | None = None
+
+    def any(self) -> bool:
+        if self.found is None:
+            register_module_module_registration_hook(self._heard)
+            # type(): to ask a proxy for its class may run anybody's code
+            self.found = weakref.WeakSet(x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
+        return bool(self.found)
+
+    def _heard(self, module: torch.nn.Module, _: str, __: torch.nn.Module | None) -> None:
+        if self.found is not None and isinstance(module, DistributedDataParallel):
+            self.found.add(module)
+
+
+_reducers = _Reducers()
+
+
 def has_reducer() -> bool:
     """Is any module of this process wrapped by DistributedDataParallel?"""
-    kind = torch.nn.parallel.DistributedDataParallel
-    return default_store() is not None and any(issubclass(type(x), kind) for x in gc.get_objects())
+    return default_store() is not None and _reducers.any()
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:

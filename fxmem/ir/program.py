@@ -86,6 +86,12 @@ class Op:
         """Its name for people."""
         return self.label or self.name
 
+    @property
+    def once(self) -> Op:
+        """The same, never to run again: one that draws need not know what it drew from."""
+        args = self.args[:-1] if self.is_random and self.recomputable else self.args
+        return replace(self, args=args, recomputable=False)
+
 
 @dataclass(frozen=True)
 class Fission:
@@ -131,6 +137,7 @@ class Program:
     throughout without being an input (existing gradients, optimizer state). `graph`: fingerprint of the captured graph.
     `released`: forward outputs that nobody holds any more when backward starts. `fissions`: how the graph was split
     (of a step of several graphs: how each of them was); `unsplit`: what it was before, which figures are compared with.
+    `gap_bytes`: of what others are taken to need between forward and backward; see `with_gap`.
     """
 
     name: str
@@ -145,6 +152,7 @@ class Program:
     released: tuple[int, ...] = ()
     fissions: tuple[Fission, ...] = ()
     unsplit: Program | None = field(default=None, repr=False)
+    gap_bytes: int = 0
 
     def __post_init__(self) -> None:
         verify_program(self)
@@ -217,7 +225,20 @@ class Program:
         """This form of the graph where `other`, another form of it, stands: beside the same bytes, the same outputs
         released."""
         released = tuple(self.forward_outputs[other.forward_outputs.index(op)] for op in other.released)
-        return replace(self, extra_resident_bytes=other.extra_resident_bytes, released=released)
+        found = replace(self, extra_resident_bytes=other.extra_resident_bytes, released=released)
+        return found.with_gap(other.gap_bytes)
+
+    def with_gap(self, nbytes: int) -> Program:
+        """The same, with `gap_bytes`: the first op of backward that allocates takes as much, if it takes less."""
+        allocating = (op for op in self.ops if op.region == "backward" and not op.is_input and self.allocates(op))
+        first = next(allocating, None)
+        if first is None or nbytes == self.gap_bytes:
+            return self
+        own = sum(self.nbytes()[s] for s in self.allocates(first))
+        more = max(0, nbytes - own) - max(0, self.gap_bytes - own)
+        wider = replace(first, workspace_bytes=first.workspace_bytes + more)
+        ops = (*self.ops[: first.index], wider, *self.ops[first.index + 1 :])
+        return replace(self, ops=ops, gap_bytes=nbytes)
 
     @property
     def is_symbolic(self) -> bool:

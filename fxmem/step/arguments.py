@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +32,20 @@ _LEAVE_OUT = (
     "(the module that was given to fxmem.compile is unchanged)"
 )
 
+_SMALL_FIRST = "take it on a smaller batch, or with a larger budget"
+
 
 class Arguments:
-    """Of one call of `graph`. With `copies` an overwritten input of the plan's does not end the step."""
+    """Of one call of `graph`. With `copies` an overwritten input of the plan's does not end the step.
 
-    def __init__(self, graph: Graph, args: Sequence[Any], reread: frozenset[int], copies: bool) -> None:
+    `is_held`: they live until the backward, so that forward can be run again.
+    """
+
+    def __init__(
+        self, graph: Graph, args: Sequence[Any], reread: frozenset[int], copies: bool, is_held: bool = False
+    ) -> None:
         self.graph, self.reread = graph, reread
+        self._held = tuple(args) if is_held else ()
         self._found = [weakref.ref(a) if isinstance(a, Tensor) else a for a in args]
         self._versions: list[int] = []
         self._states = {device: state_of(device) for device in graph.drawing_devices}
@@ -53,14 +61,20 @@ class Arguments:
     def _is_copied(self, position: int, value: Any) -> bool:
         return position not in self.graph.captured.joint.static_indices or value.nbytes <= _COPIED_BYTES
 
+    @property
+    def values(self) -> list[Any]:
+        """None for a tensor that is gone."""
+        return [self._value(i) for i in range(len(self._found))]
+
     def _value(self, position: int) -> Any:
         """None for a tensor that is gone."""
         found = self._found[position]
         return found() if isinstance(found, weakref.ref) else found
 
-    def drop_copies(self) -> None:
+    def drop(self) -> None:
         """No backward will ask for them."""
         self._copies.clear()
+        self._held = ()
 
     def of_inputs(self, gradients: Sequence[Any]) -> list[Any]:
         """Those of `gradients` that are no parameter's."""
@@ -98,12 +112,12 @@ class Arguments:
 
         `node`: of autograd, for the compiled call. Returns an error where that can't be done.
         """
-        args = [self._value(i) for i in range(len(self._found))]
-        why = self._why_not_again(node, grads, args)
+        args = self.values
+        why = self._why_not_again(node, args)
         if why is not None:
             return _not_twice(why)
         inner = [a.view_as(a) if isinstance(a, Tensor) else a for a in args]  # each by itself, whatever made it
-        outputs = self._run_again(inner)
+        outputs = self._run_again(self.graph.module, inner)
         if len(outputs) != len(grads):
             return _not_twice("forward returns a tensor that is a part of another or of an argument")
         roots = [(out, g) for out, g in zip(outputs, grads, strict=True) if _is_root(out, g)]
@@ -121,14 +135,36 @@ class Arguments:
                 results[i] = gradient
         return results
 
-    def _run_again(self, args: Sequence[Any]) -> Sequence[Any]:
+    def forward_again(self, code: Callable[..., Any]) -> Sequence[Any]:
+        """What `code`, compiled of this graph, returns for the same arguments and draws. Raises CaptureError."""
+        args = self.values
+        why = self._why_changed(args)
+        if why is not None:
+            raise CaptureError(
+                f"{why}, and this first step of its kind had no memory to save what forward made: {_SMALL_FIRST}"
+            )
+        with torch.enable_grad():
+            return self._run_again(code, args)
+
+    @property
+    def can_run_again(self) -> bool:
+        """Would forward do the same again?"""
+        return self._why_changed(self.values) is None
+
+    def _run_again(self, code: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
         with self.graph.autocast(), contextlib.ExitStack() as stack:
             for device, state in self._states.items():
                 stack.enter_context(draw_after(torch.from_numpy(state), device))
-            outputs: Sequence[Any] = self.graph.module(*args)
+            outputs: Sequence[Any] = code(*args)
         return outputs
 
-    def _why_not_again(self, node: Any, grads: Sequence[Any], args: Sequence[Any]) -> str | None:
+    def _why_not_again(self, node: Any, args: Sequence[Any]) -> str | None:
+        why = self._why_changed(args)
+        if why is None and len(node.needs_input_grad) != len(args):
+            return "forward takes a tensor twice"
+        return why
+
+    def _why_changed(self, args: Sequence[Any]) -> str | None:
         name = self.graph.input_name
         gone = [i for i, value in enumerate(args) if value is None and self._found[i] is not None]
         if gone:
@@ -137,7 +173,7 @@ class Arguments:
         if overwritten or self.graph.captured.joint.mutated_inputs:
             written = name(overwritten[0]) if overwritten else "a buffer (running statistics, say)"
             return f"{written} was overwritten in or since forward"
-        return "forward takes a tensor twice" if len(node.needs_input_grad) != len(args) else None
+        return None
 
 
 def _not_twice(why: str) -> CaptureError:

@@ -7,6 +7,7 @@ step of a kind is planned graph by graph for what stands at that moment, and mea
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -42,7 +43,7 @@ from fxmem.step.known import Known, StepFissions, learn
 from fxmem.step.limit import Limit
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import parallel_bytes, why_no_graph
-from fxmem.step.resident import storage_bytes
+from fxmem.step.resident import model_bytes, storage_bytes
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
 from fxmem.step.uncounted import watch
@@ -86,6 +87,8 @@ class Step:
         self._num_calls = itertools.count()
         self._num_runs = self.num_finished = 0
         self._leader: Step | None = None
+        self.others: Callable[[], list[Callable[..., Any]]] = list
+        """Functions that may turn out to be part of this step."""
         self._agreement = Agreement(self._number)
         self.sampling = Sampling()
 
@@ -188,7 +191,11 @@ class Step:
         graph = Graph(module, self.settings)
         self._standing.notice_parameters()
         arguments = storages_of(example_inputs, self._standing.device)
-        self._compiled(graph, lambda made: self._surroundings(made, arguments).plan(made, {}), example_inputs)
+        self._with_room(
+            lambda may_be_over: self._compiled(
+                graph, lambda made: self._surroundings(made, arguments, may_be_over).plan(made, {}), example_inputs
+            )
+        )
         self._graphs.add(graph)
         if self._episode is not None:
             self._episode.has_compiled = True
@@ -244,7 +251,8 @@ class Step:
         arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
         variant = known.variants[len(episode.plans)] if known else self._variant(graph, values, arguments)
-        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins), args)
+        is_first = known is None and self._limit.nbytes is not None
+        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins, is_first), args)
         self.num_finished += 1
         return result
 
@@ -277,6 +285,8 @@ class Step:
 
     def _trace(self, episode: Episode, more: Sequence[Any]) -> None:
         """Measure `episode` from here on, in the middle of the user's call only if it makes a graph run that is new."""
+        if self._standing.device.type == "cpu" and compat.has_reducer():
+            return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         is_whole = not more or self._arguments is None
         is_own = self._standing.is_of_function(more)
         functions = self.functions if is_own else []
@@ -373,6 +383,9 @@ class Step:
             if not is_of_compiling or known.plan.peak_bytes > limit:
                 self._too_much(known, peak_bytes - limit, limit, peak_bytes)
             return
+        if known.plan.peak_bytes > limit:  # it fitted because calls gave back what they saved
+            known.needs_plan = True
+            return
         known.is_verified = episode.is_whole and not episode.has_compiled
         expected_bytes = max(plan.peak_bytes for v in known.variants if (plan := v.plan) is not None)
         foreseen_bytes = limit if known.may_be_several else expected_bytes
@@ -439,9 +452,12 @@ class Step:
         known.needs_plan = False
         joined = None if known.is_plain else known.joined()
         schedules = [known.plan.actions] if joined is None else joined.split(known.plan.actions)
-        plans = [known.plan_of(position, actions) for position, actions in enumerate(schedules)]
         before = known.variants
-        known.variants = [graph.with_plan(plan) for graph, plan in zip(graphs, plans, strict=True)]
+        calls = enumerate(zip(graphs, schedules, before, known.parts, strict=True))
+        known.variants = [
+            graph.with_plan(known.plan_of(position, actions)) if part.has_backward else variant
+            for position, (graph, actions, variant, part) in calls
+        ]
         in_use = {id(variant.code) for kind in self._kinds for variant in kind.variants}
         for graph, variant in zip(graphs, before, strict=True):
             if id(variant.code) not in in_use:
@@ -471,7 +487,52 @@ class Step:
 
     def _variant(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
         """What a call runs in a step of no known kind."""
-        around = self._surroundings(graph, arguments)
+        return self._with_room(
+            lambda may_be_over: self._fitting(graph, values, self._surroundings(graph, arguments, may_be_over))
+        )
+
+    def _with_room(self, choose: Callable[[bool], Variant]) -> Variant:
+        """`choose(may_be_over)`: for a call in a step of no known kind. Earlier calls give back what they saved if they
+        must."""
+        waiting = self._waiting
+        if waiting:
+            self._make_room_for_gradients(waiting)
+        return self._or_given_back(choose, [call for call in waiting if call.again is None])
+
+    @property
+    def _waiting(self) -> list[Call]:
+        """Calls that might make room for another one: under a number of bytes only."""
+        calls = [*self._carried, *(self._episode.calls if self._episode is not None else ())]
+        return [call for call in calls if call.can_be_given_back] if self._limit.nbytes is not None else []
+
+    def _make_room_for_gradients(self, waiting: Sequence[Call]) -> None:
+        """The last call is not that of its step: gradients of others will stand when its own are made. If what it saved
+        leaves no room for them, it gives that back, and runs again by a plan that does."""
+        call = waiting[-1]
+        assert call.arguments is not None
+        arguments = storages_of(call.arguments.values, self._standing.device)
+        more_bytes = call.graph.gradient_bytes(call.values) - call.saved_bytes
+
+        def choose(may_be_over: bool) -> Variant:
+            around = self._surroundings(call.graph, arguments, may_be_over, more_bytes)
+            fits = around.suits(call.graph, call.variant, call.values)
+            return call.variant if fits else self._fitting(call.graph, call.values, around)
+
+        again = self._or_given_back(choose, waiting[:-1])
+        if again is not call.variant:
+            call.give_back(self._number, again)
+
+    def _or_given_back(self, choose: Callable[[bool], Variant], waiting: Sequence[Call]) -> Variant:
+        """`choose(may_be_over)`, after `waiting` have given back what they saved if they must."""
+        if waiting:
+            with contextlib.suppress(BudgetInfeasible):
+                return choose(False)
+        for call in waiting:
+            call.give_back(self._number, call.variant)
+        return choose(True)
+
+    def _fitting(self, graph: Graph, values: Mapping[str, int], around: Surroundings) -> Variant:
+        """Raises BudgetInfeasible."""
         found = around.suitable(graph, values)
         if found is not None:
             return found
@@ -488,17 +549,25 @@ class Step:
                 raise
         return graph.compile(choose, example_inputs)
 
-    def _surroundings(self, graph: Graph, arguments: Sequence[tuple[int, int]]) -> Surroundings:
-        """Of a call of `graph` with `arguments`, (address, bytes) each."""
+    def _surroundings(
+        self,
+        graph: Graph,
+        arguments: Sequence[tuple[int, int]],
+        may_be_over: bool = True,
+        more_bytes: int = 0,
+    ) -> Surroundings:
+        """Of a call of `graph` with `arguments`, (address, bytes) each, and `more_bytes` than stand now."""
         budget, episode = self._budget, self._episode
 
         def beside_bytes(program: Program) -> int:
             in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
-            return self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, episode)
+            found = self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, episode)
+            return max(0, found + more_bytes + model_bytes(self.functions, self.others()))
 
         is_beside = episode is not None and bool(episode.open_calls)
         is_unknown = self._arguments is None and isinstance(resolve_budget(budget), float)
-        return Surroundings(self.settings, budget, beside_bytes, self._kinds, is_beside or is_unknown)
+        is_open = may_be_over and (is_beside or is_unknown)
+        return Surroundings(self.settings, budget, beside_bytes, self._kinds, is_open)
 
 
 def _refuse_unplanned(

@@ -47,6 +47,8 @@ class Call:
 
     `origins`: where each argument's storage comes from, if it was recorded: another call's
     `Output`, a key of what stood before the episode, or None for what was made in between.
+    `is_first`: it runs under a limit, and nobody knew what else its step calls. `again`: what runs before its backward,
+    if it gave back what it saved.
     """
 
     number: int
@@ -55,12 +57,15 @@ class Call:
     values: Mapping[str, int]
     variant: Variant
     origins: tuple[Any, ...] = ()
+    is_first: bool = False
     arguments: Arguments | None = None
     outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
     undefined: frozenset[int] | None = None
     is_open: bool = True
     is_differentiated: bool = False  # its backward, to be differentiated itself, ran in eager mode
+    node: weakref.ref[Any] | None = None  # of autograd, if it is the only one
+    again: Variant | None = None
 
     def origin(self, position: int, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Made | Key | None:
         """Where argument number `position` comes from, in terms of the calls that a plan knows."""
@@ -71,8 +76,38 @@ class Call:
         return None if number is None else Made(renumbered[found.call], number)
 
     def drop(self) -> None:
-        """No backward can come any more."""
+        """No backward can come any more, but for one that has begun."""
         self.is_open = False
+
+    @property
+    def saved_bytes(self) -> int:
+        """What waits for its backward."""
+        return self.variant.saved_bytes if self.is_open and self.again is None else 0
+
+    @property
+    def can_be_given_back(self) -> bool:
+        """May what it saved go, because forward can run again?"""
+        is_simple = self.is_open and self.again is None and self.variant.transfers_nothing
+        return is_simple and self.node is not None and self.arguments is not None and self.arguments.can_run_again
+
+    def give_back(self, owner: int, again: Variant) -> None:
+        """Let go of what it saved, if that can be: forward runs again, as `again`, before its backward."""
+        node = self.node() if self.node is not None else None
+        if node is None or not self.can_be_given_back:
+            return
+        mark(owner, f"G= {self.number}")
+        if compat.give_back_saved(node):
+            self.again = again
+        mark(owner, f"H= {self.number}")
+
+    def backward_again(self) -> Callable[[list[Any]], Any]:
+        """Forward, run again; returns the backward that belongs to it. Raises CaptureError."""
+        assert self.arguments is not None
+        assert self.again is not None
+        outputs = self.arguments.forward_again(self.again.code)
+        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        (node,) = _compiled_nodes(roots)
+        return compat.compiled_backward(node)
 
 
 @dataclass(frozen=True)
@@ -119,8 +154,6 @@ class Episode:
         self, tensors: Sequence[Tensor], device: torch.device, is_whole: bool, hidden_bytes: int = 0
     ) -> None:
         """`hidden_bytes`: that stand on `device` beside `tensors`."""
-        if device.type == "cpu" and compat.has_reducer():
-            return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         held = storages(tensors, device)
         trace = MemoryTrace(device, watched=tensors, owner=self.owner)
         if trace.begin():
@@ -180,7 +213,9 @@ class Episode:
     def run(self, call: Call, args: Sequence[Any]) -> Any:
         """The forward of `call`."""
         self.calls.append(call)
-        call.arguments = Arguments(call.graph, args, call.variant.rereads, copies=self.is_traced)
+        call.arguments = Arguments(
+            call.graph, args, call.variant.rereads, copies=self.is_traced, is_held=call.is_first
+        )
         mark(self.owner, f"F+ {call.number}")
         try:
             outputs = call.variant.code(*args)
@@ -206,16 +241,17 @@ class Episode:
                 (t.untyped_storage().data_ptr(), weakref.ref(t)) if isinstance(t, Tensor) else None for t in outputs
             ]
         roots = [t for t in tensors if t.requires_grad]
-        if not roots:
-            call.drop()  # nothing that it returned can be differentiated: it may be a view of an input, say
-            self.end_if_done()
+        if not roots:  # nothing that it returned can be differentiated: it may be a view of an input, say
+            _dropped(weakref.ref(self), call)
             return
         hook = _BackwardHook(self, call)
         weakref.finalize(hook, _dropped, weakref.ref(self), call).atexit = False
         for root in roots:
             root.register_hook(hook)
         is_plain = not any(compat.is_wrapper_subclass(t) or t.is_nested for t in tensors)
-        for node in _compiled_nodes(roots):
+        nodes = list(_compiled_nodes(roots))
+        call.node = weakref.ref(nodes[0]) if is_plain and len(nodes) == 1 else None
+        for node in nodes:
             if is_plain:
                 compat.leave_undefined(node)
             compat.replace_backward(node, _Backward(self, call, hook))
@@ -232,6 +268,9 @@ class Episode:
         self._queue()
         if self.trace is not None and self.trace.device.type == "cpu" and not self.is_here:
             self.is_torn = True
+        for later in self.calls[self.calls.index(call) + 1 :]:
+            if call.is_first:  # and planned without what later calls saved
+                later.give_back(self.owner, later.variant)
         if call not in self._recent:
             self._recent.append(call)
             self.backward_order.append(call.number)
@@ -277,7 +316,7 @@ class Episode:
                 self.trace.end()
             for call in self.calls:
                 if call.arguments is not None and not call.is_open:
-                    call.arguments.drop_copies()
+                    call.arguments.drop()
             self._on_end()
 
     def abandon(self) -> None:
@@ -302,20 +341,33 @@ class Episode:
 
 
 def _levels(marks: Iterable[Mark]) -> dict[Segment, Level]:
-    """Over what stood at the start."""
+    """Over what stood at the start; as if no call had given back what it saved and run again before its backward."""
     found: dict[Segment, Level] = {}
     running: Segment | None = None
-    before = start = 0
+    before = start = given = 0
+    given_back: dict[int, int] = {}
     for point in marks:
         kind, _, number = point.key.partition(" ")
+        more = sum(given_back.values())
+        level_bytes, peak_bytes = point.level_bytes + more, point.peak_bytes + more
+        if kind == "H=":
+            given_back[int(number)] = given - level_bytes
+            continue
+        if kind == "R=":  # forward has run again: all before is none of the backward's
+            given_back.pop(int(number), None)
+            continue
+        if kind == "G=":
+            given = level_bytes
+            before = max(before, peak_bytes)
+            continue
         if running is not None:
-            level = Level(before, start, max(start, point.peak_bytes), point.level_bytes)
+            level = Level(before, start, max(start, peak_bytes), level_bytes)
             found[running] = _larger(found.pop(running, level), level)
             running, before = None, 0
         else:
-            before = max(before, point.peak_bytes)
+            before = max(before, peak_bytes)
         if kind.endswith("+"):
-            running, start = ("forward" if kind == "F+" else "backward", int(number)), point.level_bytes
+            running, start = ("forward" if kind == "F+" else "backward", int(number)), level_bytes
         elif kind == "0" and found:  # what adds up gradients once the last backward has returned them
             last = next(reversed(found))
             found[last] = replace(found[last], peak=max(found[last].peak, before))
@@ -334,6 +386,8 @@ def _fields(level: Level) -> tuple[int, int, int, int]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dropped(episode: weakref.ref[Episode], call: Call) -> None:
     call.drop()
+    if call.arguments is not None:
+        call.arguments.drop()
     found = episode()
     if found is not None:
         found.end_if_done()
@@ -358,8 +412,16 @@ class _Backward:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
-        arguments, left_out = self.call.arguments, self.call.variant.undefined
+        arguments = self.call.arguments
         assert arguments is not None
+        try:
+            return self._run(arguments, node, compiled if self.call.again is None else self._again, grads)
+        finally:
+            if not self.call.is_open:
+                arguments.drop()
+
+    def _run(self, arguments: Arguments, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]) -> Any:
+        left_out = self.call.variant.undefined
         undefined = frozenset(i for i, gradient in enumerate(grads) if gradient is None)
         if not left_out <= undefined:
             return self._of_all(arguments, node, grads, left_out - undefined)
@@ -378,6 +440,12 @@ class _Backward:
         self.episode.is_torn = True  # no measurement can be ended here, and this plan will not run again
         with arguments.as_before(overwritten):
             return compiled(grads)
+
+    def _again(self, grads: list[Any]) -> Any:
+        """For a call that gave back what it saved."""
+        compiled = self.call.backward_again()
+        mark(self.episode.owner, f"R= {self.call.number}")
+        return compiled(grads)
 
     def _differentiable(
         self, arguments: Arguments, node: Any, compiled: Callable[[list[Any]], Any], grads: list[Any]

@@ -15,7 +15,10 @@ from fxmem.schedule import Machine, simulate
 from fxmem.step.graph import Graph, Variant, code_beside
 from fxmem.step.known import Known, unplanned_bytes
 
-_LOSS = 2  # times the gradients of the outputs: what a loss outside of the model is taken to hold, until it was seen
+_LOSS = 5  # times the gradients of the outputs: what a loss outside of the model is taken to need, until it was seen
+_BESIDE_LOSS = 2  # the same, if a loss is among them
+_RESERVE = 1 / 5  # of the budget: the same, where outputs are small beside it (a matrix of all pairs, say)
+_SHARE = 2 / 3  # of what there is room for, where there is none for all that may come
 _SMALLEST = "made for the smallest budget"
 _SMALL_BYTES = 4096  # a loss is a number: nothing follows it
 _LOGGER = logging.getLogger("fxmem")
@@ -37,19 +40,28 @@ class Surroundings:
 
     def suitable(self, graph: Graph, values: Mapping[str, int]) -> Variant | None:
         """The fastest variant of `graph` that fits; None: a new one is needed."""
-        program = graph.captured.program.at(values)
-        if self.settings.plan is None and self.budget is not None:
-            beside = self.beside_bytes(program) + self._guess_bytes(graph, program)
-            program = replace(program, extra_resident_bytes=beside)
-        for variant in sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0):
-            plan = variant.plan
-            if plan is None or not graph.may_run(variant):
-                continue
-            if self._suits(plan, graph.forms.program(plan.program.fissions, program)):
-                return variant
-        return None
+        program = self._standing(graph, values)
+        fastest = sorted(graph.variants, key=lambda v: v.plan.extra_s if v.plan else 0.0)
+        return next((variant for variant in fastest if self._suits(graph, variant, program)), None)
 
-    def _suits(self, plan: Plan, program: Program) -> bool:
+    def suits(self, graph: Graph, variant: Variant, values: Mapping[str, int]) -> bool:
+        """May `graph` run as `variant`, and does that fit?"""
+        return self._suits(graph, variant, self._standing(graph, values))
+
+    def _standing(self, graph: Graph, values: Mapping[str, int]) -> Program:
+        """The program of `graph` with what stands beside it, and may come."""
+        program = graph.captured.program.at(values)
+        if self.settings.plan is not None or self.budget is None:
+            return program
+        return _standing_beside(program, self.beside_bytes(program), self._guess(graph, program))
+
+    def _suits(self, graph: Graph, variant: Variant, program: Program) -> bool:
+        plan = variant.plan
+        if plan is None or not graph.may_run(variant):
+            return False
+        return self._holds(plan, graph.forms.program(plan.program.fissions, program))
+
+    def _holds(self, plan: Plan, program: Program) -> bool:
         """Is `program`, a graph with what stands beside it, within the budget under `plan`?"""
         if self.settings.plan is not None:
             return True
@@ -72,16 +84,21 @@ class Surroundings:
         beside = self.beside_bytes(program)
         if graph.may_be_followed:
             limit = "min"  # more graphs follow, and nobody knows yet what they need
-        guess = 0 if limit == "min" else self._guess_bytes(graph, program)
-        for more in dict.fromkeys((guess, 0)):
-            program = replace(program, extra_resident_bytes=beside + more)
+        guess = _Guess() if limit == "min" else self._guess(graph, program)
+        shares = [1.0, 0.0] if guess.nbytes else [0.0]
+        while True:
+            made = guess.times(shares.pop(0))
+            program = _standing_beside(program, beside, made)
             try:
-                plan = graph.forms.plan(program, limit)
+                plan = _without_gap(graph.forms.plan(program, limit))
             except BudgetInfeasible as error:
-                refusal = error
+                if not shares:
+                    return self._least(graph, program, error)
+                missing_bytes = error.min_bytes - error.budget_bytes
+                if made.nbytes == guess.nbytes > missing_bytes:
+                    shares.insert(0, _SHARE * (1 - missing_bytes / guess.nbytes))
             else:
                 return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
-        return self._least(graph, program, refusal)
 
     def _least(self, graph: Graph, program: Program, error: BudgetInfeasible) -> Plan:
         """The least that the graph can do with, if the step may be over its budget, once: then it is known.
@@ -100,14 +117,43 @@ class Surroundings:
         plan = judge(split, error.actions, self.settings.planner, None, Machine())
         return replace(plan, budget_bytes=error.budget_bytes, joint=graph.forms.form(form).joint)
 
-    def _guess_bytes(self, graph: Graph, program: Program) -> int:
+    def _guess(self, graph: Graph, program: Program) -> _Guess:
         """What comes on top of a graph alone: as in a known step of it, or a loss outside of the model."""
         for known in self.kinds:
             if known.is_alive and known.prefix[0][0] == graph.number and len(known.parts) == 1:
-                return known.beside_at(program)
+                return _Guess(throughout=known.beside_at(program))
         tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
         nbytes = program.nbytes()
-        return _LOSS * sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
+        gradients = sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
+        if any(nbytes[s] <= _SMALL_BYTES for s in tangents):  # the loss is inside
+            return _Guess(throughout=_BESIDE_LOSS * gradients)
+        reserve = int(_RESERVE * self.budget) if isinstance(self.budget, int) else 0
+        return _Guess(gap=max(_LOSS * gradients, reserve) - gradients)  # which stand when backward begins
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """Bytes that may come beside a graph: `throughout`, and in the `gap` between its forward and its backward."""
+
+    throughout: int = 0
+    gap: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.throughout + self.gap
+
+    def times(self, factor: float) -> _Guess:
+        return _Guess(int(self.throughout * factor), int(self.gap * factor))
+
+
+def _standing_beside(program: Program, beside_bytes: int, guess: _Guess) -> Program:
+    return replace(program, extra_resident_bytes=beside_bytes + guess.throughout).with_gap(guess.gap)
+
+
+def _without_gap(plan: Plan) -> Plan:
+    program = plan.program.with_gap(0)
+    peak_bytes = simulate(program, plan.actions, plan.machine).peak_bytes
+    return replace(plan, program=program, peak_bytes=peak_bytes, baseline_peak_bytes=unplanned_bytes(program))
 
 
 def _as_given(given: Plan, graph: Graph, values: Mapping[str, int]) -> Plan:

@@ -154,7 +154,6 @@ def read_once(program: Program, storages: Set[int]) -> Program:
         reads = not program.is_folded(op) and not storages.isdisjoint(program.reads(op))
         if op.is_input or op.region == "backward" or not reads:
             return op
-        args = op.args[:-1] if program.state_op(op) is not None else op.args
-        return replace(op, args=args, recomputable=False)
+        return op.once
 
     return replace(program, ops=tuple(map(pinned, program.ops))) if storages else program

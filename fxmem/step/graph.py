@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -47,13 +47,25 @@ class Variant:
     undefined: frozenset[int] = frozenset()
 
     @property
+    def transfers_nothing(self) -> bool:
+        """Does all that it saves stay on the device?"""
+        stays = (Compute, Recompute, StartBackward)
+        return self.plan is not None and all(isinstance(action, stays) for action in self.plan.actions)
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes that wait between forward and backward, without what is resident anyway."""
         if self.plan is None:
             return 0
-        boundary = self.plan.actions.index(StartBackward())
         nbytes = self.plan.program.nbytes()
-        return sum(nbytes[s] for s, first, last in self.plan.simulation.lifetimes if first < boundary <= last)
+        return sum(nbytes[s] for s in self.saved)
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """The storages that wait between forward and backward, of a graph that has one."""
+        assert self.plan is not None
+        boundary = self.plan.actions.index(StartBackward())
+        return frozenset(s for s, first, last in self.plan.simulation.lifetimes if first < boundary <= last)
 
 
 Choose = Callable[["Graph"], Plan]
@@ -204,6 +216,12 @@ class Graph:
             if known is not None and known.actions == plan.actions and _is_same_code(known.program, plan.program):
                 return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
+
+    def gradient_bytes(self, values: Mapping[str, int]) -> int:
+        """Of what its backward returns, at the sizes `values`."""
+        program = self.captured.program.at(values)
+        nbytes = program.nbytes()
+        return sum(nbytes[s] for s in {s for i in program.backward_outputs for s in program.ops[i].storages})
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
         """What a call's arguments give to the size symbols."""

@@ -35,13 +35,19 @@ class Part:
     `origins`: storage of a forward input -> `Made`, or a key that names what stood before the step began (a parameter
     has the same key in every call); left out: made between the calls. `gradients`: number of a backward output ->
     storage of the input that it is the gradient of. `dropped`: numbers of the forward outputs that nobody holds any
-    more when backward starts. All of it is the same however the graph was split.
+    more when backward starts. All of it is the same however the graph was split. `kept`: of a call whose backward never
+    comes, the ops whose results wait for it to the end of forward; such a call runs as it did.
     """
 
     program: Program
     origins: Mapping[int, Made | Hashable]
     gradients: Mapping[int, int]
     dropped: frozenset[int] = frozenset()
+    kept: frozenset[int] | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        return self.kept is None
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,10 @@ def _moved(
 
 
 def join(parts: Sequence[Part], backward_order: Sequence[int], beside: Beside | None = None) -> Joined:
-    """One program of `parts`, whose backwards run in `backward_order` (those left out never do: they come last)."""
+    """One program of `parts`, whose backwards run in `backward_order` (those left out come last)."""
     order = [*dict.fromkeys(backward_order)]
     order += [call for call in reversed(range(len(parts))) if call not in order]
+    order = [call for call in order if parts[call].has_backward]
     joiner = _Joiner(parts, beside or Beside(), order)
     joiner.add_held()
     for call in range(len(parts)):
@@ -209,7 +216,8 @@ class _Joiner:
             if op.region == "forward" and not op.is_input:
                 self._add(call, op)
         outputs = [self.op_at[call, index] for index in part.program.forward_outputs]
-        self._close(("forward", call), outputs)
+        waiting = [self.op_at[call, index] for index in sorted(part.kept or ())]
+        self._close(("forward", call), [*outputs, *waiting])
         self.forward_outputs += [op for number, op in enumerate(outputs) if number not in part.dropped]
 
     def _add_given(self, call: int, op: Op) -> None:
@@ -227,7 +235,7 @@ class _Joiner:
     def _never_again(self, storage: int) -> None:
         """What another call reads is made once: a call can't run again what belongs to another."""
         producer = next(op for op in self.ops if storage in op.storages)
-        self.ops[producer.index] = replace(producer, recomputable=False)
+        self.ops[producer.index] = producer.once
 
     def _open(self, segment: Segment) -> None:
         region, call = segment

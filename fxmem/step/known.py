@@ -98,7 +98,10 @@ class Known:
         """The step as one program, with what was measured beside it and the margin of its retries."""
         beside = replace(self.beside, throughout=self.beside.throughout + self.margin_bytes)
         chosen = zip(self.parts, self.forms, self.values, fissions or self.fissions, strict=True)
-        parts = [replace(part, program=with_numbers(f.form(own).program, values)) for part, f, values, own in chosen]
+        parts = [
+            replace(part, program=with_numbers(f.form(own).program, values)) if part.has_backward else part
+            for part, f, values, own in chosen
+        ]
         return join(parts, self.order, beside)
 
     def program(self, position: int, fissions: Fissions | None = None) -> Program:
@@ -186,8 +189,9 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
     calls = [call for call in episode.calls if call.variant.plan is not None]
     by_number = {call.number: call for call in episode.calls}
     renumbered = {call.number: position for position, call in enumerate(calls)}
-    parts = tuple(_part(call, renumbered, by_number) for call in calls)
     order = tuple(renumbered[n] for n in dict.fromkeys(episode.backward_order) if n in renumbered)
+    never = {n for n in renumbered if order and renumbered[n] not in order and not by_number[n].is_open}
+    parts = tuple(_part(call, renumbered, by_number, call.number in never) for call in calls)
     bare = join(parts, order)
     schedules = [plan.actions for plan in episode.plans]
     found = {(region, renumbered[n]): level for (region, n), level in levels.items() if n in renumbered}
@@ -236,7 +240,7 @@ def _judged(known: Known, calls: Sequence[Call], schedules: Sequence[tuple[Actio
     )
 
 
-def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Part:
+def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call], has_no_backward: bool) -> Part:
     assert call.variant.plan is not None
     joint = call.graph.captured.joint
     program = with_numbers(call.graph.forms.form(call.variant.plan.program.fissions).program, call.values)
@@ -250,7 +254,8 @@ def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call]) 
             origins.update((s, ("own", call.graph.number, s)) for s in op.storages)
     outputs = call.graph.outputs
     dropped = frozenset(outputs[i] for i in call.dropped if i in outputs)
-    return Part(program, origins, call.graph.gradients, dropped)
+    kept = frozenset(program.producer[s] for s in call.variant.saved) if has_no_backward else None
+    return Part(program, origins, call.graph.gradients, dropped, kept)
 
 
 def _beside(

@@ -81,7 +81,8 @@ class Mark:
 def mark(owner: int, key: str) -> None:
     """Put a mark into every open trace of `owner` on this thread.
 
-    Between `key` and its end other owners' traces don't count allocations: "F+ 1" ... "F- 1". "0" ends all of them.
+    Between `key` and its end other owners' traces don't count allocations: "F+ 1" ... "F- 1". "0" ends all of them; a
+    key like "G= 1" begins and ends nothing.
     """
     if _recorder.logs:
         with torch.profiler.record_function(f"{_MARK} {owner} {key}"):
@@ -216,7 +217,7 @@ class _CpuLog:
             self.marks.append(Mark(key, self.level, self._peak_since))
             self._peak_since = self.level
         elif self.owner is not None:
-            change = {"+": 1, "-": -1}.get(key[1:2], -self._num_foreign)
+            change = {"+": 1, "-": -1, "=": 0}.get(key[1:2], -self._num_foreign)
             self._num_foreign = max(0, self._num_foreign + change)
 
 

@@ -6,6 +6,7 @@ one budget, once they are seen to be called together, or in turns.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -45,6 +46,7 @@ class Member:
             self._compiled: Callable[..., Any] = Traced(function, self._step.backend)
         else:
             self._compiled = compat.isolated_compile(function, self._step.backend, dynamic=settings.dynamic)
+        self._step.others = functools.partial(_functions_beside, weakref.ref(self._step))
         _steps.add(self._step)
 
     @property
@@ -74,7 +76,7 @@ class Member:
 
 def _meet(step: Step) -> None:
     """`step` is about to run: if another one's forward waits for its backward, or they take turns, they are one."""
-    if not isinstance(resolve_budget(step.settings.budget), int) or step.settings.plan is not None:
+    if not _is_shareable(step):
         return
     before = [turn for ref in _turns.steps if (turn := ref()) is not None and turn.leader is turn]
     waiting = (other for other in _steps if other is not step and other.is_in_forward and other.leader is other)
@@ -87,6 +89,20 @@ def _meet(step: Step) -> None:
             if _share_budget(other, step):
                 step.take(other)
     _turns.steps = [weakref.ref(turn) for turn in before if turn is not step] + [weakref.ref(step)]
+
+
+def _functions_beside(found: weakref.ref[Step]) -> list[Callable[..., Any]]:
+    """What was compiled with the same number of bytes: it stands on the device, too, if it is trained with this."""
+    step = found()
+    if step is None or not _is_shareable(step):
+        return []
+    others = (other for other in _steps if other is not step and other.leader is other and _share_budget(other, step))
+    return [function for other in others for function in other.functions]
+
+
+def _is_shareable(step: Step) -> bool:
+    """Is it held to a number of bytes, which other models may be, too?"""
+    return isinstance(resolve_budget(step.settings.budget), int) and step.settings.plan is None
 
 
 def _share_budget(one: Step, other: Step) -> bool:

@@ -39,7 +39,7 @@ def beside_graph_bytes(functions: Sequence[Callable[..., Any]], program: Program
 
     For the first of several graphs of a step also the gradients of those parameters, which stand before its backward.
     """
-    tensors = [t for m in modules_of(*functions) for t in (*m._parameters.values(), *m._buffers.values())]
+    tensors = _tensors_of(functions)
     nbytes = program.nbytes()
     in_graph = sum(nbytes[s] for s in {s for i in program.static for s in program.ops[i].storages})
     beside = max(0, storage_bytes(tensors) - in_graph) + parallel_bytes(*functions)
@@ -47,6 +47,18 @@ def beside_graph_bytes(functions: Sequence[Callable[..., Any]], program: Program
         return beside
     trainable = storage_bytes(p for p in parameters_of(*functions) if p.requires_grad)
     return beside + max(0, trainable - in_graph)
+
+
+def model_bytes(own: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> int:
+    """Parameters, gradients and buffers of `others`, those left out that `own` has too."""
+    known = {id(t) for t in _tensors_of(own)}
+    found = [t for t in _tensors_of(others) if id(t) not in known]
+    return storage_bytes(found) + storage_bytes(t for t in found if t.requires_grad)
+
+
+def _tensors_of(functions: Sequence[Callable[..., Any]]) -> list[Tensor]:
+    found = (t for m in modules_of(*functions) for t in (*m._parameters.values(), *m._buffers.values()))
+    return [t for t in found if t is not None]
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:

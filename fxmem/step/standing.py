@@ -104,7 +104,7 @@ class Standing:
         """
         beside = self.gradient_bytes + sum(self._optimizer_bytes)
         beside += beside_graph_bytes(self._functions, program, first_graph=is_first_graph)
-        beside += sum(call.variant.saved_bytes for call in carried if call.is_open)
+        beside += sum(call.saved_bytes for call in carried)
         held = storages([*reachable_tensors(user_arguments), *self.left], self.device) if any(in_use) else {}
         counted = {*in_use, *storages((p.grad for p in self.parameters if p.grad is not None), self.device)}
         beside += sum(nbytes for address, nbytes in held.items() if address not in counted)
@@ -112,4 +112,4 @@ class Standing:
             return beside
         if episode.is_traced:
             return beside + episode.allocated_beside(in_use)
-        return beside + sum(call.variant.saved_bytes for call in episode.open_calls)
+        return beside + sum(call.saved_bytes for call in episode.calls)
