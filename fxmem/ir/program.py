@@ -216,6 +216,11 @@ class Program:
         returned = (*held, *self.backward_outputs, *tangents)
         return frozenset(s for index in returned for s in self.ops[index].storages)
 
+    @property
+    def tangents(self) -> frozenset[int]:
+        """Storages of the gradients that backward is given."""
+        return frozenset(s for op in self.ops if op.is_input and op.region == "backward" for s in op.storages)
+
     @cached_property
     def reference(self) -> Program:
         """What a plan's figures are compared with: this program, before it was split if it was."""
@@ -229,16 +234,14 @@ class Program:
         return found.with_gap(other.gap_bytes)
 
     def with_gap(self, nbytes: int) -> Program:
-        """The same, with `gap_bytes`: the first op of backward that allocates takes as much, if it takes less."""
-        allocating = (op for op in self.ops if op.region == "backward" and not op.is_input and self.allocates(op))
-        first = next(allocating, None)
-        if first is None or nbytes == self.gap_bytes:
+        """The same, with `gap_bytes`: a workspace of the last op of forward that makes an output."""
+        owners = [self.producer[s] for i in self.forward_outputs for s in self.ops[i].storages]
+        last = max((i for i in owners if not self.ops[i].is_input), default=None)
+        if last is None or nbytes == self.gap_bytes:
             return self
-        own = sum(self.nbytes()[s] for s in self.allocates(first))
-        more = max(0, nbytes - own) - max(0, self.gap_bytes - own)
-        wider = replace(first, workspace_bytes=first.workspace_bytes + more)
-        ops = (*self.ops[: first.index], wider, *self.ops[first.index + 1 :])
-        return replace(self, ops=ops, gap_bytes=nbytes)
+        op = self.ops[last]
+        wider = replace(op, workspace_bytes=op.workspace_bytes + nbytes - self.gap_bytes)
+        return replace(self, ops=(*self.ops[:last], wider, *self.ops[last + 1 :]), gap_bytes=nbytes)
 
     @property
     def is_symbolic(self) -> bool:

@@ -7,7 +7,7 @@ measure differs by that, and the plans made of it would.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -26,7 +26,7 @@ class Agreement:
         self._owner = owner
         self._num_measured: Counter[str] = Counter()
 
-    def on(self, episode: Episode, own: Measured, functions: Sequence[Callable[..., Any]]) -> Measured:
+    def on(self, episode: Episode, own: Measured, functions: Iterable[Callable[..., Any]]) -> Measured:
         """What the rank measured that came first, if it differs from `own` by late releases only; else `own`.
 
         What stands at the start of a step is each rank's own.

@@ -41,6 +41,7 @@ from fxmem.step.held_tensors import reachable_tensors
 from fxmem.step.kinds import Kinds
 from fxmem.step.known import Known, StepFissions, learn
 from fxmem.step.limit import Limit
+from fxmem.step.living import Living
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import parallel_bytes, why_no_graph
 from fxmem.step.resident import model_bytes, storage_bytes
@@ -59,14 +60,14 @@ _owners = itertools.count()
 
 
 class Step:
-    """What the graphs of one compiled callable share: the budget, its verification, the plans.
+    """What the graphs of one compiled callable share: the budget, its verification, the plans. Who calls it holds it.
 
     `measured_peak_bytes`: of the last step that was measured. `num_retries`: how often a kind of step was planned again
     because a measurement was over the budget.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
-        self.functions = [function]
+        self.functions = Living([function])
         self.settings = settings
         self._num_retries = 0
         self._measured_peak_bytes: int | None = None
@@ -168,7 +169,7 @@ class Step:
 
     def join(self, function: Callable[..., Any]) -> None:
         """`function`, compiled by itself, is called within this step: its graphs are part of it."""
-        self.functions.append(function)
+        self.functions.add([function])
         self._standing.notice_parameters()
 
     def take(self, other: Step) -> None:
@@ -176,7 +177,7 @@ class Step:
         self._settle()
         other._leave_episode()
         other._leader = self
-        self.functions += other.functions
+        self.functions.add(other.functions)
         self._optimizers += other._optimizers
         self._carried += other._carried
         self._standing.notice_parameters()
@@ -200,8 +201,12 @@ class Step:
         if self._episode is not None:
             self._episode.has_compiled = True
 
+        found = weakref.ref(self)
+
         def run(*args: Any) -> Any:
-            return self.leader.run(graph, args)
+            step = found()
+            assert step is not None, "whoever calls what was compiled holds its step"
+            return step.leader.run(graph, args)
 
         return run
 
@@ -289,7 +294,7 @@ class Step:
             return  # torch's profiler beside DDP's reducer crashes the process, or hangs
         is_whole = not more or self._arguments is None
         is_own = self._standing.is_of_function(more)
-        functions = self.functions if is_own else []
+        functions = list(self.functions) if is_own else []
         self._limit.grow(self._standing.more_left())
         tensors = reachable_tensors((functions, self._optimizers, self._arguments, more, self._standing.left))
         hidden_bytes = parallel_bytes(*functions)
@@ -511,7 +516,8 @@ class Step:
         call = waiting[-1]
         assert call.arguments is not None
         arguments = storages_of(call.arguments.values, self._standing.device)
-        more_bytes = call.graph.gradient_bytes(call.values) - call.saved_bytes
+        own_bytes = call.saved_bytes + call.tangent_bytes
+        more_bytes = call.graph.gradient_bytes(call.values)[1] - own_bytes
 
         def choose(may_be_over: bool) -> Variant:
             around = self._surroundings(call.graph, arguments, may_be_over, more_bytes)
@@ -562,7 +568,8 @@ class Step:
         def beside_bytes(program: Program) -> int:
             in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
             found = self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, episode)
-            return max(0, found + more_bytes + model_bytes(self.functions, self.others()))
+            coming_bytes = sum(call.tangent_bytes for call in (episode.calls if episode is not None else ()))
+            return max(0, found + coming_bytes + more_bytes + model_bytes(self.functions, self.others()))
 
         is_beside = episode is not None and bool(episode.open_calls)
         is_unknown = self._arguments is None and isinstance(resolve_budget(budget), float)

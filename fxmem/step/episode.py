@@ -85,6 +85,11 @@ class Call:
         return self.variant.saved_bytes if self.is_open and self.again is None else 0
 
     @property
+    def tangent_bytes(self) -> int:
+        """Of what comes for its backward."""
+        return self.graph.gradient_bytes(self.values)[0] if self.is_open else 0
+
+    @property
     def can_be_given_back(self) -> bool:
         """May what it saved go, because forward can run again?"""
         is_simple = self.is_open and self.again is None and self.variant.transfers_nothing

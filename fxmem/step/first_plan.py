@@ -122,13 +122,12 @@ class Surroundings:
         for known in self.kinds:
             if known.is_alive and known.prefix[0][0] == graph.number and len(known.parts) == 1:
                 return _Guess(throughout=known.beside_at(program))
-        tangents = {s for op in program.ops if op.is_input and op.region == "backward" for s in op.storages}
-        nbytes = program.nbytes()
-        gradients = sum(nbytes[s] for s in tangents if nbytes[s] > _SMALL_BYTES)
-        if any(nbytes[s] <= _SMALL_BYTES for s in tangents):  # the loss is inside
+        tangents = [program.nbytes()[s] for s in program.tangents]
+        gradients = sum(nbytes for nbytes in tangents if nbytes > _SMALL_BYTES)
+        if any(nbytes <= _SMALL_BYTES for nbytes in tangents):  # the loss is inside
             return _Guess(throughout=_BESIDE_LOSS * gradients)
         reserve = int(_RESERVE * self.budget) if isinstance(self.budget, int) else 0
-        return _Guess(gap=max(_LOSS * gradients, reserve) - gradients)  # which stand when backward begins
+        return _Guess(gap=max(_LOSS * gradients, reserve))
 
 
 @dataclass(frozen=True)

@@ -217,11 +217,12 @@ class Graph:
                 return replace(variant, plan=plan)
         return self.compile(lambda _: plan)
 
-    def gradient_bytes(self, values: Mapping[str, int]) -> int:
-        """Of what its backward returns, at the sizes `values`."""
+    def gradient_bytes(self, values: Mapping[str, int]) -> tuple[int, int]:
+        """Of what its backward is given, and of what it returns, at the sizes `values`."""
         program = self.captured.program.at(values)
         nbytes = program.nbytes()
-        return sum(nbytes[s] for s in {s for i in program.backward_outputs for s in program.ops[i].storages})
+        returned = {s for i in program.backward_outputs for s in program.ops[i].storages}
+        return sum(nbytes[s] for s in program.tangents), sum(nbytes[s] for s in returned)
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
         """What a call's arguments give to the size symbols."""

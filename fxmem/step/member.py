@@ -10,13 +10,15 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import fx
+
 from fxmem import compat
 from fxmem.budget import resolve_budget
-from fxmem.capture.traced import Traced
+from fxmem.capture.traced import Backend, Traced
 from fxmem.errors import BudgetInfeasible
 from fxmem.options import Settings
 from fxmem.step.compiled import Step
@@ -43,16 +45,15 @@ class Member:
         self._step = Step(function, settings)
         self._can_change = settings.dynamic is None and settings.capture == "dynamo"
         if settings.capture == "trace":
-            self._compiled: Callable[..., Any] = Traced(function, self._step.backend)
+            self._compiled: Callable[..., Any] = Traced(function, _backend_of(self._step))
         else:
-            self._compiled = compat.isolated_compile(function, self._step.backend, dynamic=settings.dynamic)
+            self._compiled = compat.isolated_compile(function, _backend_of(self._step), dynamic=settings.dynamic)
         self._step.others = functools.partial(_functions_beside, weakref.ref(self._step))
         _steps.add(self._step)
 
     @property
     def step(self) -> Step:
-        self._step = self._step.leader
-        return self._step
+        return self._step.leader
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A graph that can't do without splitting is captured anew with numbers for sizes where Dynamo had made symbols
@@ -70,8 +71,20 @@ class Member:
                 raise
         _LOGGER.info("the step has to be split to fit: from now on it is compiled for each size of its inputs")
         self._can_change = False
-        self._compiled = compat.isolated_compile(self._function, step.backend, dynamic=False)
+        self._compiled = compat.isolated_compile(self._function, _backend_of(step), dynamic=False)
         return step.call(self._function, self._compiled, args, kwargs)
+
+
+def _backend_of(step: Step) -> Backend:
+    """Of `step`, which it does not keep alive."""
+    found = weakref.ref(step)
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        living = found()
+        assert living is not None, "whoever calls what was compiled holds its step"
+        return living.backend(module, example_inputs)
+
+    return backend
 
 
 def _meet(step: Step) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return storage_bytes(p.grad for p in parameters)
 
 
-def beside_graph_bytes(functions: Sequence[Callable[..., Any]], program: Program, first_graph: bool) -> int:
+def beside_graph_bytes(functions: Iterable[Callable[..., Any]], program: Program, first_graph: bool) -> int:
     """Parameters and buffers of `functions` that the graph does not take.
 
     For the first of several graphs of a step also the gradients of those parameters, which stand before its backward.
@@ -49,14 +49,14 @@ def beside_graph_bytes(functions: Sequence[Callable[..., Any]], program: Program
     return beside + max(0, trainable - in_graph)
 
 
-def model_bytes(own: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> int:
+def model_bytes(own: Iterable[Callable[..., Any]], others: Iterable[Callable[..., Any]]) -> int:
     """Parameters, gradients and buffers of `others`, those left out that `own` has too."""
     known = {id(t) for t in _tensors_of(own)}
     found = [t for t in _tensors_of(others) if id(t) not in known]
     return storage_bytes(found) + storage_bytes(t for t in found if t.requires_grad)
 
 
-def _tensors_of(functions: Sequence[Callable[..., Any]]) -> list[Tensor]:
+def _tensors_of(functions: Iterable[Callable[..., Any]]) -> list[Tensor]:
     found = (t for m in modules_of(*functions) for t in (*m._parameters.values(), *m._buffers.values()))
     return [t for t in found if t is not None]
 

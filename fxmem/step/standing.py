@@ -21,7 +21,7 @@ _NUM_LEFT = 1024  # tensors of earlier steps that are followed
 class Standing:
     """Gradients, optimizer state, the model's tensors and the user's arguments. `gradient_bytes`: the most so far."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, functions: Iterable[Callable[..., Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._functions, self._optimizers = functions, optimizers
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self.gradient_bytes = 0
