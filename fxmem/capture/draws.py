@@ -104,7 +104,7 @@ def _drawing_device(node: fx.Node) -> torch.device | None:
     """
     if not is_random(node) or is_collective(node) or not is_pure(node) or written_args(node):
         return None
-    if any(isinstance(argument, torch.Generator) for argument in compat.tree_leaves((node.args, node.kwargs))):
+    if takes_generator(node):
         return None
     results = compat.tensors_of(node)
     devices = {t.device for t in results}
@@ -113,6 +113,11 @@ def _drawing_device(node: fx.Node) -> torch.device | None:
     (device,) = devices
     nbytes = sum(compat.hint(n) for n in {compat.storage_key(t): compat.storage_nbytes(t) for t in results}.values())
     return device if device.type in ("cpu", "cuda") and nbytes > _state_bytes(device.type) else None
+
+
+def takes_generator(node: fx.Node) -> bool:
+    """Is it given a generator of the model's own to draw from?"""
+    return any(isinstance(argument, torch.Generator) for argument in compat.tree_leaves((node.args, node.kwargs)))
 
 
 @cache

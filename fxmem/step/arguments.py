@@ -148,8 +148,10 @@ class Arguments:
 
     @property
     def can_run_again(self) -> bool:
-        """Would forward do the same again?"""
-        return self._why_changed(self.values) is None
+        """Would forward do the same again? FSDP takes back what parameters hold between forward and backward."""
+        values = self.values
+        is_whole = all(not isinstance(a, Tensor) or _has_memory(a) for a in values)
+        return is_whole and self.graph.may_run_twice and self._why_changed(values) is None
 
     def _run_again(self, code: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
         with self.graph.autocast(), contextlib.ExitStack() as stack:
@@ -174,6 +176,11 @@ class Arguments:
             written = name(overwritten[0]) if overwritten else "a buffer (running statistics, say)"
             return f"{written} was overwritten in or since forward"
         return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Does its storage have memory, if it has any bytes?"""
+    return not tensor.numel() or all(part.untyped_storage().nbytes() for part in compat.strided_parts(tensor))
 
 
 def _not_twice(why: str) -> CaptureError:

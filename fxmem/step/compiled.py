@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ class Step:
         self._optimizers = [] if settings.optimizer is None else [settings.optimizer]
         self._standing = Standing(self.functions, self._optimizers)
         self._num_calls = itertools.count()
+        self.thread = threading.get_ident()
+        """Where it was called last, or made."""
         self._num_runs = self.num_finished = 0
         self._leader: Step | None = None
         self.others: Callable[[], list[Callable[..., Any]]] = list
@@ -221,6 +224,7 @@ class Step:
 
         Raises CaptureError if Dynamo gave up and ran it as it is.
         """
+        self.thread = threading.get_ident()
         outer, self._arguments = self._arguments, (args, kwargs)  # a model may be called by code of another one
         before = self._num_runs
         try:

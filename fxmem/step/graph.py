@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from fxmem import compat
 from fxmem.capture import JointGraph
-from fxmem.capture.draws import drawing_devices
+from fxmem.capture.draws import drawing_devices, takes_generator
+from fxmem.capture.effects import is_collective, is_pure
 from fxmem.capture.joint import target_name
 from fxmem.errors import PlanMismatch
 from fxmem.ir.program import Program
@@ -229,6 +230,15 @@ class Graph:
         if not self.has_backward or not self.captured.program.is_symbolic:
             return {}
         return compat.symbol_values(self.fake_inputs, args)
+
+    @cached_property
+    def may_run_twice(self) -> bool:
+        """Does its forward, given the same states of the default generators, do nothing but make the same values?"""
+        joint = self.captured.joint
+        nodes = joint.nodes[: joint.num_forward_nodes]
+        return not joint.mutated_inputs and all(
+            is_pure(node) and not is_collective(node) and not takes_generator(node) for node in nodes
+        )
 
     @cached_property
     def drawing_devices(self) -> frozenset[torch.device]:

@@ -105,11 +105,13 @@ def _meet(step: Step) -> None:
 
 
 def _functions_beside(found: weakref.ref[Step]) -> list[Callable[..., Any]]:
-    """What was compiled with the same number of bytes: it stands on the device, too, if it is trained with this."""
+    """What was compiled with the same number of bytes: it stands on the device, too, if it is trained with this, on the
+    same thread."""
     step = found()
     if step is None or not _is_shareable(step):
         return []
-    others = (other for other in _steps if other is not step and other.leader is other and _share_budget(other, step))
+    leaders = [other for other in _steps if other is not step and other.leader is other]
+    others = [other for other in leaders if other.thread == threading.get_ident() and _share_budget(other, step)]
     return [function for other in others for function in other.functions]
 
 

@@ -60,7 +60,7 @@ def test_auto_is_within_half_a_percent_of_brute_force(seed: int, fraction: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fraction", [1.25, 0.8, 0.6, 0.4])
+@pytest.mark.parametrize("fraction", [0.8, 0.4])
 @pytest.mark.parametrize("chain", [gpt_like(7), amoebanet_like(12, batch=16)], ids=lambda c: c.name)
 def test_auto_against_brute_force_on_real_shapes(chain: Chain, fraction: float) -> None:
     roomy = Cluster(4, 1e15, V100_LINK)

@@ -103,7 +103,7 @@ def check(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2_dropout", "llama", "resnet50", "unet", "mlp"])  # of each kind one: minutes each
+@pytest.mark.parametrize("name", ["gpt2_dropout", "resnet50"])  # minutes each
 def test_models_of_the_zoo(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, args = smallest(name)
     # In double precision: batch norm over two values makes of inductor's other order of sums other gradients in single.
@@ -115,14 +115,8 @@ def smallest(name: str) -> tuple[Any, Any]:
     """A model of the zoo that still has every op of it: what repeats would cost minutes of compilation."""
     module, args = zoo.build(name)
     body: Any = getattr(module, "model", module)
-    if name == "unet":
-        return zoo.UNetLoss(width=8, num_levels=1), args
-    if name == "mlp":
-        return zoo.MLPLoss(args[0].shape[-1], num_blocks=2), args
     if name == "gpt2_dropout":
         body.transformer.h = body.transformer.h[:1]
-    if name == "llama":
-        body.model.layers = body.model.layers[:1]
     if name == "resnet50":  # two stages, each of a block
         stages = body.resnet.encoder.stages = body.resnet.encoder.stages[:2]
         for stage in stages:
