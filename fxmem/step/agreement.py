@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from fxmem.step.episode import Episode, Level, Measured
+from fxmem.step.episode import Episode, Measured
+from fxmem.step.levels import Level
 from fxmem.step.parallel import late_bytes
 from fxmem.step.ranks import made_once
 

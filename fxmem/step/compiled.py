@@ -34,7 +34,8 @@ from fxmem.report.decisions import standing_at_peak
 from fxmem.report.html import write_html
 from fxmem.report.text import line
 from fxmem.step.agreement import Agreement
-from fxmem.step.episode import Call, Episode, Key, Measured
+from fxmem.step.call import Call, Key
+from fxmem.step.episode import Episode, Measured
 from fxmem.step.first_plan import Surroundings
 from fxmem.step.fission import cheapest_by_turns
 from fxmem.step.graph import Choose, Graph, Variant, storages_of
@@ -252,16 +253,18 @@ class Step:
         episode = self._open_episode()
         values = graph.values(args)
         key: Key = (graph.number, *sorted(values.items()))
-        known = self._expected(episode, key)
+        arguments = storages_of(args, self._standing.device) if self._is_held else []
+        argument_bytes = sum(dict(arguments).values())
+        known = self._expected(episode, key, argument_bytes)
         if self._is_held and not episode.calls and not episode.is_traced:
             is_unsure = known is None or not known.is_verified
             if is_unsure or (self._arguments is None and self.sampling.is_due):
                 self._trace(episode, args)
-        arguments = storages_of(args, self._standing.device) if self._is_held else []
         origins = episode.origins(arguments) if episode.is_traced else ()
         variant = known.variants[len(episode.plans)] if known else self._variant(graph, values, arguments)
         is_first = known is None and self._limit.nbytes is not None
-        result = episode.run(Call(next(self._num_calls), graph, key, values, variant, origins, is_first), args)
+        number = next(self._num_calls)
+        result = episode.run(Call(number, graph, key, values, variant, origins, argument_bytes, is_first), args)
         self.num_finished += 1
         return result
 
@@ -355,6 +358,9 @@ class Step:
         if before is not None:
             known.num_retries, known.margin_bytes = before.num_retries, before.margin_bytes
             known.is_improved, known.is_least = before.is_improved, before.is_least
+            if before.prefix == known.prefix:
+                for position, nbytes in enumerate(before.argument_bytes):
+                    known.see_arguments(position, nbytes)
             if before in self._recent:
                 self._recent.remove(before)
             if before.prefix != known.prefix and before.unplanned_bytes > known.unplanned_bytes:
@@ -375,8 +381,7 @@ class Step:
         self._limit.grow(more)
         for known in self._kinds:
             known.add_bytes(more)
-            limit_bytes = self._limit_of(known)
-            known.needs_plan |= limit_bytes is None or known.plan.peak_bytes > limit_bytes
+            known.needs_plan |= self._is_over(known)
 
     # verification
 
@@ -402,6 +407,11 @@ class Step:
         is_tried = known.is_improved or known.is_least
         if has_room and known.plan.extra_s > _WORTH * known.plan.baseline_s and not is_tried:
             known.needs_plan = known.is_improved = True
+
+    def _is_over(self, known: Known) -> bool:
+        """Must it be planned again, now that more stands beside it?"""
+        limit = self._limit_of(known)
+        return limit is None or known.plan.peak_bytes > limit
 
     def _limit_of(self, known: Known) -> int | None:
         """What a step of this kind is held to."""
@@ -429,11 +439,14 @@ class Step:
 
     # choosing
 
-    def _expected(self, episode: Episode, key: Key) -> Known | None:
+    def _expected(self, episode: Episode, key: Key, argument_bytes: int) -> Known | None:
         """The known kind of step that begins as this one does, planned if need be. Raises BudgetInfeasible."""
         known = self._kinds.find((*episode.prefix, key)) if self._is_held else None
         if known is None:
             return None
+        position = len(episode.plans)
+        if known.prefix[: position + 1] == (*episode.prefix, key) and known.see_arguments(position, argument_bytes):
+            known.needs_plan |= self._is_over(known)
         if not episode.calls:
             if known.failure is not None:
                 raise known.failure

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,108 +21,13 @@ from fxmem import compat
 from fxmem.errors import CaptureError
 from fxmem.planners.plan import Plan
 from fxmem.step.arguments import Arguments, undifferentiable
+from fxmem.step.call import Call, Key, Output, compiled_nodes
 from fxmem.step.held_tensors import storages
-from fxmem.step.joined import Made, Segment
-from fxmem.step.measurement import Mark, MemoryTrace, mark
-
-if TYPE_CHECKING:
-    from fxmem.step.graph import Graph, Variant
+from fxmem.step.joined import Segment
+from fxmem.step.levels import Level, levels_of
+from fxmem.step.measurement import MemoryTrace, mark
 
 _SMALL_BYTES = 4096  # so much may be left of each step, and is not followed
-Key = tuple[Any, ...]
-"""What tells calls apart: the graph and the values of its size symbols."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """Position among what a call returned."""
-
-    call: int
-    position: int
-
-
-@dataclass
-class Call:
-    """One forward in flight. `undefined`: outputs whose gradient came in no backward of it; None before the first.
-
-    `origins`: where each argument's storage comes from, if it was recorded: another call's
-    `Output`, a key of what stood before the episode, or None for what was made in between.
-    `is_first`: it runs under a limit, and nobody knew what else its step calls. `again`: what runs before its backward,
-    if it gave back what it saved.
-    """
-
-    number: int
-    graph: Graph
-    key: Key
-    values: Mapping[str, int]
-    variant: Variant
-    origins: tuple[Any, ...] = ()
-    is_first: bool = False
-    arguments: Arguments | None = None
-    outputs: list[tuple[int, weakref.ref[Tensor]] | None] = field(default_factory=list)
-    dropped: frozenset[int] = frozenset()
-    undefined: frozenset[int] | None = None
-    is_open: bool = True
-    is_differentiated: bool = False  # its backward, to be differentiated itself, ran in eager mode
-    node: weakref.ref[Any] | None = None  # of autograd, if it is the only one
-    again: Variant | None = None
-
-    def origin(self, position: int, renumbered: Mapping[int, int], calls: Mapping[int, Call]) -> Made | Key | None:
-        """Where argument number `position` comes from, in terms of the calls that a plan knows."""
-        found = self.origins[position]
-        if not isinstance(found, Output):
-            return found  # type: ignore[no-any-return]
-        number = calls[found.call].graph.outputs.get(found.position) if found.call in renumbered else None
-        return None if number is None else Made(renumbered[found.call], number)
-
-    def drop(self) -> None:
-        """No backward can come any more, but for one that has begun."""
-        self.is_open = False
-
-    @property
-    def saved_bytes(self) -> int:
-        """What waits for its backward."""
-        return self.variant.saved_bytes if self.is_open and self.again is None else 0
-
-    @property
-    def tangent_bytes(self) -> int:
-        """Of what comes for its backward."""
-        return self.graph.gradient_bytes(self.values)[0] if self.is_open else 0
-
-    @property
-    def can_be_given_back(self) -> bool:
-        """May what it saved go, because forward can run again?"""
-        is_simple = self.is_open and self.again is None and self.variant.transfers_nothing
-        return is_simple and self.node is not None and self.arguments is not None and self.arguments.can_run_again
-
-    def give_back(self, owner: int, again: Variant) -> None:
-        """Let go of what it saved, if that can be: forward runs again, as `again`, before its backward."""
-        node = self.node() if self.node is not None else None
-        if node is None or not self.can_be_given_back:
-            return
-        mark(owner, f"G= {self.number}")
-        if compat.give_back_saved(node):
-            self.again = again
-        mark(owner, f"H= {self.number}")
-
-    def backward_again(self) -> Callable[[list[Any]], Any]:
-        """Forward, run again; returns the backward that belongs to it. Raises CaptureError."""
-        assert self.arguments is not None
-        assert self.again is not None
-        outputs = self.arguments.forward_again(self.again.code)
-        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        (node,) = _compiled_nodes(roots)
-        return compat.compiled_backward(node)
-
-
-@dataclass(frozen=True)
-class Level:
-    """Measured bytes of one segment: most before it, at its start, most within, and at its end."""
-
-    before: int
-    start: int
-    peak: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -254,7 +159,7 @@ class Episode:
         for root in roots:
             root.register_hook(hook)
         is_plain = not any(compat.is_wrapper_subclass(t) or t.is_nested for t in tensors)
-        nodes = list(_compiled_nodes(roots))
+        nodes = list(compiled_nodes(roots))
         call.node = weakref.ref(nodes[0]) if is_plain and len(nodes) == 1 else None
         for node in nodes:
             if is_plain:
@@ -341,51 +246,8 @@ class Episode:
         if self.is_torn or has_failed:
             return None
         base = self.start_bytes + sum(self._late.values())
-        levels = {s: Level(*(base + n for n in _fields(level))) for s, level in _levels(trace.marks).items()}
+        levels = {segment: level.over(base) for segment, level in levels_of(trace.marks).items()}
         return Measured(base + trace.peak_delta_bytes, levels)
-
-
-def _levels(marks: Iterable[Mark]) -> dict[Segment, Level]:
-    """Over what stood at the start; as if no call had given back what it saved and run again before its backward."""
-    found: dict[Segment, Level] = {}
-    running: Segment | None = None
-    before = start = given = 0
-    given_back: dict[int, int] = {}
-    for point in marks:
-        kind, _, number = point.key.partition(" ")
-        more = sum(given_back.values())
-        level_bytes, peak_bytes = point.level_bytes + more, point.peak_bytes + more
-        if kind == "H=":
-            given_back[int(number)] = given - level_bytes
-            continue
-        if kind == "R=":  # forward has run again: all before is none of the backward's
-            given_back.pop(int(number), None)
-            continue
-        if kind == "G=":
-            given = level_bytes
-            before = max(before, peak_bytes)
-            continue
-        if running is not None:
-            level = Level(before, start, max(start, peak_bytes), level_bytes)
-            found[running] = _larger(found.pop(running, level), level)
-            running, before = None, 0
-        else:
-            before = max(before, peak_bytes)
-        if kind.endswith("+"):
-            running, start = ("forward" if kind == "F+" else "backward", int(number)), level_bytes
-        elif kind == "0" and found:  # what adds up gradients once the last backward has returned them
-            last = next(reversed(found))
-            found[last] = replace(found[last], peak=max(found[last].peak, before))
-            before = 0
-    return found
-
-
-def _larger(left: Level, right: Level) -> Level:
-    return Level(*(max(a, b) for a, b in zip(_fields(left), _fields(right), strict=True)))
-
-
-def _fields(level: Level) -> tuple[int, int, int, int]:
-    return level.before, level.start, level.peak, level.end
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -511,20 +373,3 @@ class _WhenDropped:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __del__(self) -> None:
         self.episode.backward_ended()
-
-
-def _compiled_nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The autograd nodes of compiled code behind `roots`, each once; outputs that are views have others on top."""
-    seen: set[Any] = set()
-    level = [root.grad_fn for root in roots]
-    for _ in range(3):
-        below = []
-        for node in level:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if type(node).__name__ == "CompiledFunctionBackward":
-                yield node
-            else:
-                below += [n for n, _ in node.next_functions]
-        level = below

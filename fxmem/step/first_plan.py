@@ -18,7 +18,7 @@ from fxmem.step.known import Known, unplanned_bytes
 _LOSS = 5  # times the gradients of the outputs: what a loss outside of the model is taken to need, until it was seen
 _BESIDE_LOSS = 2  # the same, if a loss is among them
 _RESERVE = 1 / 5  # of the budget: the same, where outputs are small beside it (a matrix of all pairs, say)
-_SHARE = 2 / 3  # of what there is room for, where there is none for all that may come
+_SHARES = (0.99, 2 / 3)  # of what there is room for, tried where there is none for all that may come
 _SMALLEST = "made for the smallest budget"
 _SMALL_BYTES = 4096  # a loss is a number: nothing follows it
 _LOGGER = logging.getLogger("fxmem")
@@ -94,9 +94,8 @@ class Surroundings:
             except BudgetInfeasible as error:
                 if not shares:
                     return self._least(graph, program, error)
-                missing_bytes = error.min_bytes - error.budget_bytes
-                if made.nbytes == guess.nbytes > missing_bytes:
-                    shares.insert(0, _SHARE * (1 - missing_bytes / guess.nbytes))
+                room = 1 - (error.min_bytes - error.budget_bytes) / guess.nbytes if made == guess else 0.0
+                shares = [share * room for share in _SHARES if room > 0] + shares
             else:
                 return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
 

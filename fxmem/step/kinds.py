@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxmem.step.episode import Key
+from fxmem.step.call import Key
 from fxmem.step.known import Known
 
 Prefix = tuple[Key, ...]

@@ -12,11 +12,13 @@ from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge, unplanned
 from fxmem.schedule import Action, Compute, SimResult, simulate
-from fxmem.step.episode import Call, Episode, Key, Level
+from fxmem.step.call import Call, Key
+from fxmem.step.episode import Episode
 from fxmem.step.forms import Fissions, Forms
 from fxmem.step.graph import Graph, Variant, code_beside
 from fxmem.step.graph_plan import plan_form, plan_joined
 from fxmem.step.joined import Beside, Joined, Made, Part, Segment, join, with_numbers
+from fxmem.step.levels import Level
 
 StepFissions = tuple[Fissions, ...]
 """How the graph of each call is split."""
@@ -30,7 +32,7 @@ class Known:
     """One kind of step. `parts`, `order`: its calls and their backwards; `beside`: what was measured around them.
 
     `variants`: what each call runs; `fissions`: how its graph is split there. `plan`: of the whole step.
-    `is_differentiated`: a backward ran in eager mode, under `create_graph`.
+    `is_differentiated`: a backward ran in eager mode, under `create_graph`. `argument_bytes`: the most seen, by call.
     """
 
     prefix: tuple[Key, ...]
@@ -43,6 +45,7 @@ class Known:
     fissions: StepFissions
     plan: Plan
     unplanned_bytes: int
+    argument_bytes: list[int]
     is_differentiated: bool = False
     margin_bytes: int = 0
     num_retries: int = 0
@@ -170,6 +173,14 @@ class Known:
         assert plan is not None
         return plan.actions
 
+    def see_arguments(self, position: int, nbytes: int) -> int:
+        """By how much the storages behind a call's arguments exceed the most that was seen: they count from now on."""
+        more = max(0, nbytes - self.argument_bytes[position])
+        if more:
+            self.argument_bytes[position] = nbytes
+            self.add_bytes(more)
+        return more
+
     def add_bytes(self, nbytes: int) -> None:
         """So many more stand throughout."""
         self.beside = replace(self.beside, throughout=self.beside.throughout + nbytes)
@@ -211,6 +222,7 @@ def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes
         fissions=tuple(plan.program.fissions for plan in episode.plans),
         plan=own,
         unplanned_bytes=0,
+        argument_bytes=[call.argument_bytes for call in calls],
         is_differentiated=any(call.is_differentiated for call in calls),
     )
     known.plan = _judged(known, calls, schedules)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxmem.ir.program import Program
-from fxmem.step.episode import Call, Episode
+from fxmem.step.call import Call
+from fxmem.step.episode import Episode
 from fxmem.step.held_tensors import reachable_tensors, storages
 from fxmem.step.resident import beside_graph_bytes, gradient_bytes, optimizer_bytes, parameters_of, storage_bytes
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from fxmem import compat
 from fxmem.ir.program import Op, Program, Storage
 from fxmem.step.agreement import Agreement
-from fxmem.step.episode import Level, Measured
+from fxmem.step.episode import Measured
+from fxmem.step.levels import Level
 
 BUFFER = 100
 
