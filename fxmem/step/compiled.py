@@ -7,7 +7,6 @@ step of a kind is planned graph by graph for what stands at that moment, and mea
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -23,11 +22,10 @@ import torch
 from torch import fx, nn
 
 from fxmem import compat
-from fxmem.budget import Budget, resolve_budget
+from fxmem.budget import Budget
 from fxmem.capture.ahead import first_break
 from fxmem.capture.errors import unwrapped_errors
 from fxmem.errors import BudgetInfeasible, CaptureError
-from fxmem.ir.program import Program
 from fxmem.options import Settings
 from fxmem.planners.plan import Plan, judge
 from fxmem.report.decisions import standing_at_peak
@@ -36,9 +34,8 @@ from fxmem.report.text import line
 from fxmem.step.agreement import Agreement
 from fxmem.step.call import Call, Key
 from fxmem.step.episode import Episode, Measured
-from fxmem.step.first_plan import Surroundings
 from fxmem.step.fission import cheapest_by_turns
-from fxmem.step.graph import Choose, Graph, Variant, storages_of
+from fxmem.step.graph import Graph, storages_of
 from fxmem.step.held_tensors import reachable_tensors
 from fxmem.step.kinds import Kinds
 from fxmem.step.known import Known, StepFissions, learn
@@ -47,6 +44,7 @@ from fxmem.step.living import Living
 from fxmem.step.measurement import device_of, paused
 from fxmem.step.parallel import parallel_bytes, why_no_graph
 from fxmem.step.resident import model_bytes, storage_bytes
+from fxmem.step.room import Room
 from fxmem.step.sampling import Sampling
 from fxmem.step.standing import Standing
 from fxmem.step.uncounted import watch
@@ -195,12 +193,7 @@ class Step:
             return self._leader.backend(module, example_inputs)
         graph = Graph(module, self.settings)
         self._standing.notice_parameters()
-        arguments = storages_of(example_inputs, self._standing.device)
-        self._with_room(
-            lambda may_be_over: self._compiled(
-                graph, lambda made: self._surroundings(made, arguments, may_be_over).plan(made, {}), example_inputs
-            )
-        )
+        self._room.first(graph, storages_of(example_inputs, self._standing.device), example_inputs)
         self._graphs.add(graph)
         if self._episode is not None:
             self._episode.has_compiled = True
@@ -261,7 +254,7 @@ class Step:
             if is_unsure or (self._arguments is None and self.sampling.is_due):
                 self._trace(episode, args)
         origins = episode.origins(arguments) if episode.is_traced else ()
-        variant = known.variants[len(episode.plans)] if known else self._variant(graph, values, arguments)
+        variant = known.variants[len(episode.plans)] if known else self._room.variant(graph, values, arguments)
         is_first = known is None and self._limit.nbytes is not None
         number = next(self._num_calls)
         result = episode.run(Call(number, graph, key, values, variant, origins, argument_bytes, is_first), args)
@@ -507,91 +500,20 @@ class Step:
         self._settle()
         return self._limit.budget
 
-    def _variant(self, graph: Graph, values: Mapping[str, int], arguments: Sequence[tuple[int, int]]) -> Variant:
-        """What a call runs in a step of no known kind."""
-        return self._with_room(
-            lambda may_be_over: self._fitting(graph, values, self._surroundings(graph, arguments, may_be_over))
-        )
-
-    def _with_room(self, choose: Callable[[bool], Variant]) -> Variant:
-        """`choose(may_be_over)`: for a call in a step of no known kind. Earlier calls give back what they saved if they
-        must."""
-        waiting = self._waiting
-        if waiting:
-            self._make_room_for_gradients(waiting)
-        return self._or_given_back(choose, [call for call in waiting if call.again is None])
-
     @property
-    def _waiting(self) -> list[Call]:
-        """Calls that might make room for another one: under a number of bytes only."""
-        calls = [*self._carried, *(self._episode.calls if self._episode is not None else ())]
-        return [call for call in calls if call.can_be_given_back] if self._limit.nbytes is not None else []
-
-    def _make_room_for_gradients(self, waiting: Sequence[Call]) -> None:
-        """The last call is not that of its step: gradients of others will stand when its own are made. If what it saved
-        leaves no room for them, it gives that back, and runs again by a plan that does."""
-        call = waiting[-1]
-        assert call.arguments is not None
-        arguments = storages_of(call.arguments.values, self._standing.device)
-        own_bytes = call.saved_bytes + call.tangent_bytes
-        more_bytes = call.graph.gradient_bytes(call.values)[1] - own_bytes
-
-        def choose(may_be_over: bool) -> Variant:
-            around = self._surroundings(call.graph, arguments, may_be_over, more_bytes)
-            fits = around.suits(call.graph, call.variant, call.values)
-            return call.variant if fits else self._fitting(call.graph, call.values, around)
-
-        again = self._or_given_back(choose, waiting[:-1])
-        if again is not call.variant:
-            call.give_back(self._number, again)
-
-    def _or_given_back(self, choose: Callable[[bool], Variant], waiting: Sequence[Call]) -> Variant:
-        """`choose(may_be_over)`, after `waiting` have given back what they saved if they must."""
-        if waiting:
-            with contextlib.suppress(BudgetInfeasible):
-                return choose(False)
-        for call in waiting:
-            call.give_back(self._number, call.variant)
-        return choose(True)
-
-    def _fitting(self, graph: Graph, values: Mapping[str, int], around: Surroundings) -> Variant:
-        """Raises BudgetInfeasible."""
-        found = around.suitable(graph, values)
-        if found is not None:
-            return found
-        if self._episode is not None:
-            self._episode.has_compiled = True
-        return self._compiled(graph, lambda made: around.plan(made, values))
-
-    def _compiled(self, graph: Graph, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
-        """A variant of `graph`; where none is in budget, one that expects gradients of its loss only."""
-        try:
-            return graph.compile(choose, example_inputs)
-        except BudgetInfeasible:
-            if not graph.expect(graph.beside_the_loss):
-                raise
-        return graph.compile(choose, example_inputs)
-
-    def _surroundings(
-        self,
-        graph: Graph,
-        arguments: Sequence[tuple[int, int]],
-        may_be_over: bool = True,
-        more_bytes: int = 0,
-    ) -> Surroundings:
-        """Of a call of `graph` with `arguments`, (address, bytes) each, and `more_bytes` than stand now."""
-        budget, episode = self._budget, self._episode
-
-        def beside_bytes(program: Program) -> int:
-            in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
-            found = self._standing.beside_bytes(program, is_first, in_use, self._arguments, self._carried, episode)
-            coming_bytes = sum(call.tangent_bytes for call in (episode.calls if episode is not None else ()))
-            return max(0, found + coming_bytes + more_bytes + model_bytes(self.functions, self.others()))
-
-        is_beside = episode is not None and bool(episode.open_calls)
-        is_unknown = self._arguments is None and isinstance(resolve_budget(budget), float)
-        is_open = may_be_over and (is_beside or is_unknown)
-        return Surroundings(self.settings, budget, beside_bytes, self._kinds, is_open)
+    def _room(self) -> Room:
+        """For a call in a step of no known kind."""
+        return Room(
+            owner=self._number,
+            settings=self.settings,
+            budget=self._budget,
+            standing=self._standing,
+            kinds=self._kinds,
+            carried=self._carried,
+            episode=self._episode,
+            user_arguments=self._arguments,
+            others_bytes=model_bytes(self.functions, self.others()),
+        )
 
 
 def _refuse_unplanned(
