@@ -26,7 +26,7 @@ _LOGGER = logging.getLogger("fxmem")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a graph is called in. `beside_bytes`: that stand beside a program of it now.
+    """What a graph is called in. `beside_bytes`: that stand beside a program of it now. `others_bytes`: that may, too.
 
     `kinds`: of steps that are known. `may_be_over`: do other calls wait that were planned without knowing of this one,
     or is the budget a fraction of a step that may call more than this graph?
@@ -35,6 +35,7 @@ class Surroundings:
     settings: Settings
     budget: Budget
     beside_bytes: Callable[[Program], int]
+    others_bytes: int
     kinds: Iterable[Known]
     may_be_over: bool
 
@@ -124,9 +125,9 @@ class Surroundings:
         tangents = [program.nbytes()[s] for s in program.tangents]
         gradients = sum(nbytes for nbytes in tangents if nbytes > _SMALL_BYTES)
         if any(nbytes <= _SMALL_BYTES for nbytes in tangents):  # the loss is inside
-            return _Guess(throughout=_BESIDE_LOSS * gradients)
+            return _Guess(throughout=self.others_bytes + _BESIDE_LOSS * gradients)
         reserve = int(_RESERVE * self.budget) if isinstance(self.budget, int) else 0
-        return _Guess(gap=max(_LOSS * gradients, reserve))
+        return _Guess(self.others_bytes, max(_LOSS * gradients, reserve))
 
 
 @dataclass(frozen=True)

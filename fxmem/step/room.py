@@ -114,12 +114,12 @@ class Room:
             in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
             found = self.standing.beside_bytes(program, is_first, in_use, self.user_arguments, self.carried, episode)
             coming_bytes = sum(call.tangent_bytes for call in (episode.calls if episode is not None else ()))
-            return max(0, found + coming_bytes + more_bytes + self.others_bytes)
+            return max(0, found + coming_bytes + more_bytes)
 
         is_beside = episode is not None and bool(episode.open_calls)
         is_unknown = self.user_arguments is None and isinstance(resolve_budget(self.budget), float)
         is_open = may_be_over and (is_beside or is_unknown)
-        return Surroundings(self.settings, self.budget, beside_bytes, self.kinds, is_open)
+        return Surroundings(self.settings, self.budget, beside_bytes, self.others_bytes, self.kinds, is_open)
 
 
 def _compiled(graph: Graph, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:

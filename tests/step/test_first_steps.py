@@ -212,3 +212,10 @@ def test_a_gap_stands_once_forward_has_made_its_outputs():
     assert before.region == "forward"
     assert before.index in program.forward_outputs
     assert wide.with_gap(0) == program
+
+
+def test_a_model_that_merely_exists_makes_no_other_one_infeasible():
+    budget = "3MiB"
+    large = fxmem.compile(nn.Linear(1024, 1024), budget=budget)
+    assert first_step(Body(), both, budget)[0] <= 3 * 2**20
+    del large  # until here
