@@ -219,3 +219,28 @@ def test_a_model_that_merely_exists_makes_no_other_one_infeasible():
     large = fxmem.compile(nn.Linear(1024, 1024), budget=budget)
     assert first_step(Body(), both, budget)[0] <= 3 * 2**20
     del large  # until here
+
+
+def test_a_model_that_reads_what_another_one_dropped_out():
+    """What another call reads is never made again, and needs no state to draw it from."""
+    torch.manual_seed(0)
+    first, second = Body(dropout=0.1), Body(num_out=1)
+    first.head = nn.Dropout(0.1)
+
+    def take(model, others, left, right):
+        (model(others(left)) * right).square().mean().backward()
+
+    plain = copy.deepcopy(second)
+    peak_bytes, expected = first_step(plain, take, None, copy.deepcopy(first))
+    budget = int(0.7 * peak_bytes)
+    compiled = fxmem.compile(second, budget=budget, solve_s=0.3)
+    others = fxmem.compile(first, budget=budget, solve_s=0.3)
+    for _ in range(3):
+        second.zero_grad()
+        first.zero_grad()
+        torch.manual_seed(1)
+        args = (torch.randn(160, WIDTH), torch.randn(160, WIDTH))
+        torch.manual_seed(1)
+        assert fxmem.measure(lambda args=args: take(compiled, others, *args)).peak_bytes <= budget
+        for mine, theirs in zip(second.parameters(), expected, strict=True):
+            assert torch.equal(mine.grad, theirs)
