@@ -1,6 +1,8 @@
 """Planned models under DistributedDataParallel: pytorch#104674, #108966."""
 
 import copy
+import faulthandler
+import gc
 import os
 import subprocess
 import sys
@@ -12,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxmem
+from fxmem import compat
 from tests.models import blocks
 from tests.step.test_fission import Classifier
 
@@ -23,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 def check_rank(rank: int, store: str) -> None:
     """Gradients of three steps equal to unplanned DDP's, another batch on each rank; the budget is kept."""
+    faulthandler.dump_traceback_later(300, exit=True)  # a hang says where
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -73,13 +78,35 @@ def check_split(rank: int, budget: float | str) -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A process group of this process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_wrapped_modules_are_looked_for_once(alone, monkeypatch):
+    """Later ones are heard of: a search goes through every object of the process."""
+    gc.collect()
+    before = compat.has_reducer()
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("searched again"))
+    parallel = DistributedDataParallel(nn.Linear(2, 2))
+    assert compat.has_reducer()
+    del parallel
+    gc.collect()
+    assert compat.has_reducer() == before
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks():
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.cases.test_ddp"],
-        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=150, check=False,
+        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
