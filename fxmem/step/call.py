@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -74,10 +75,10 @@ class Call:
         """What waits for its backward."""
         return self.variant.saved_bytes if self.is_open and self.again is None else 0
 
-    @property
-    def tangent_bytes(self) -> int:
-        """Of what comes for its backward."""
-        return self.graph.gradient_bytes(self.values)[0] if self.is_open else 0
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Of what its backward is given, and of what it returns."""
+        return self.graph.gradient_bytes(self.values)
 
     @property
     def can_be_given_back(self) -> bool:

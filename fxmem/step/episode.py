@@ -45,7 +45,7 @@ class Episode:
         self.owner, self._on_end = owner, on_end
         self.calls: list[Call] = []
         self.backward_order: list[int] = []
-        self.has_compiled = self.has_ended = False
+        self.has_compiled = self.has_ended = self.has_warned = False
         self.is_torn = False  # part of it ran where it could not be measured
         self.gradient_bytes = 0
         self.left: list[weakref.ref[Tensor]] = []  # what the caller may keep of it
@@ -80,6 +80,15 @@ class Episode:
             return 0
         level, live = self.trace.level()
         return max(0, level - sum(live.get(address, 0) for address in arguments))
+
+    def tangent_bytes(self, arguments: Set[int]) -> int:
+        """Of gradients that come for calls while others' backwards run: none for one whose results another call takes,
+        or the one that is to come, with `arguments` (addresses)."""
+        taken = {origin.call for call in self.calls for origin in call.origins if isinstance(origin, Output)}
+        free = (call for call in self.calls if call.is_open and call.number not in taken)
+        return sum(
+            call.gradient_bytes[0] for call in free if arguments.isdisjoint(out[0] for out in call.outputs if out)
+        )
 
     def origins(self, arguments: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
         """Where a call's arguments, (address, bytes) each, come from.

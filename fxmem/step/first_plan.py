@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,6 @@ _RESERVE = 1 / 5  # of the budget: the same, where outputs are small beside it (
 _SHARES = (0.99, 2 / 3)  # of what there is room for, tried where there is none for all that may come
 _SMALLEST = "made for the smallest budget"
 _SMALL_BYTES = 4096  # a loss is a number: nothing follows it
-_LOGGER = logging.getLogger("fxmem")
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Surroundings:
     """What a graph is called in. `beside_bytes`: that stand beside a program of it now. `others_bytes`: that may, too.
 
     `kinds`: of steps that are known. `may_be_over`: do other calls wait that were planned without knowing of this one,
-    or is the budget a fraction of a step that may call more than this graph?
+    or is the budget a fraction of a step that may call more than this graph? `warn`: is called if it is.
     """
 
     settings: Settings
@@ -38,6 +36,7 @@ class Surroundings:
     others_bytes: int
     kinds: Iterable[Known]
     may_be_over: bool
+    warn: Callable[[], None]
 
     def suitable(self, graph: Graph, values: Mapping[str, int]) -> Variant | None:
         """The fastest variant of `graph` that fits; None: a new one is needed."""
@@ -108,10 +107,7 @@ class Surroundings:
         if not error.actions or not self.may_be_over:
             beside = "".join(f" (not planned: {code})" for code in code_beside([graph]))
             raise error.of(error.asked, error.graph, beside) from error
-        _LOGGER.warning(
-            "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
-            "where that can't be, take a first step on a small batch"
-        )
+        self.warn()
         form = error.form or ()
         split = graph.forms.program(form, program)
         plan = judge(split, error.actions, self.settings.planner, None, Machine())

@@ -47,13 +47,13 @@ class Variant:
     rereads: frozenset[int] = frozenset()
     undefined: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def transfers_nothing(self) -> bool:
         """Does all that it saves stay on the device?"""
         stays = (Compute, Recompute, StartBackward)
         return self.plan is not None and all(isinstance(action, stays) for action in self.plan.actions)
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """Bytes that wait between forward and backward, without what is resident anyway."""
         if self.plan is None:
@@ -61,7 +61,7 @@ class Variant:
         nbytes = self.plan.program.nbytes()
         return sum(nbytes[s] for s in self.saved)
 
-    @property
+    @cached_property
     def saved(self) -> frozenset[int]:
         """The storages that wait between forward and backward, of a graph that has one."""
         assert self.plan is not None

@@ -8,6 +8,7 @@ one step. Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from fxmem.step.graph import Choose, Graph, Variant, storages_of
 from fxmem.step.known import Known
 from fxmem.step.standing import Standing
 
+_LOGGER = logging.getLogger("fxmem")
 Arguments = Sequence[tuple[int, int]]
 """(address, bytes) of the storage of each."""
 
@@ -77,8 +79,8 @@ class Room:
         call = waiting[-1]
         assert call.arguments is not None
         arguments = storages_of(call.arguments.values, self.standing.device)
-        own_bytes = call.saved_bytes + call.tangent_bytes
-        more_bytes = call.graph.gradient_bytes(call.values)[1] - own_bytes
+        given_bytes, returned_bytes = call.gradient_bytes
+        more_bytes = returned_bytes - given_bytes - call.saved_bytes
 
         def choose(may_be_over: bool) -> Variant:
             around = self._around(call.graph, arguments, may_be_over, more_bytes)
@@ -113,13 +115,24 @@ class Room:
         def beside_bytes(program: Program) -> int:
             in_use, is_first = {address for address, _ in arguments}, graph.may_be_followed
             found = self.standing.beside_bytes(program, is_first, in_use, self.user_arguments, self.carried, episode)
-            coming_bytes = sum(call.tangent_bytes for call in (episode.calls if episode is not None else ()))
+            coming_bytes = 0 if episode is None else episode.tangent_bytes(in_use)
             return max(0, found + coming_bytes + more_bytes)
 
         is_beside = episode is not None and bool(episode.open_calls)
         is_unknown = self.user_arguments is None and isinstance(resolve_budget(self.budget), float)
         is_open = may_be_over and (is_beside or is_unknown)
-        return Surroundings(self.settings, self.budget, beside_bytes, self.others_bytes, self.kinds, is_open)
+        return Surroundings(
+            self.settings, self.budget, beside_bytes, self.others_bytes, self.kinds, is_open, self._warn
+        )
+
+    def _warn(self) -> None:
+        if self.episode is None or not self.episode.has_warned:
+            _LOGGER.warning(
+                "this step calls more graphs before its backward than any before: it may exceed its budget, this once; "
+                "where that can't be, take a first step on a small batch"
+            )
+        if self.episode is not None:
+            self.episode.has_warned = True
 
 
 def _compiled(graph: Graph, choose: Choose, example_inputs: Sequence[Any] | None = None) -> Variant:
