@@ -17,7 +17,7 @@ from fxmem.step.known import Known, unplanned_bytes
 _LOSS = 5  # times the gradients of the outputs: what a loss outside of the model is taken to need, until it was seen
 _BESIDE_LOSS = 2  # the same, if a loss is among them
 _RESERVE = 1 / 5  # of the budget: the same, where outputs are small beside it (a matrix of all pairs, say)
-_SHARES = (0.99, 2 / 3)  # of what there is room for, tried where there is none for all that may come
+_SHARES = (0.99, 2 / 3)  # of what there is room for, tried where there is none for all that a loss outside may need
 _SMALLEST = "made for the smallest budget"
 _SMALL_BYTES = 4096  # a loss is a number: nothing follows it
 
@@ -94,8 +94,9 @@ class Surroundings:
             except BudgetInfeasible as error:
                 if not shares:
                     return self._least(graph, program, error)
-                room = 1 - (error.min_bytes - error.budget_bytes) / guess.nbytes if made == guess else 0.0
-                shares = [share * room for share in _SHARES if room > 0] + shares
+                if made == guess and guess.gap:
+                    room = max(0.0, 1 - (error.min_bytes - error.budget_bytes) / guess.nbytes)
+                    shares = [share * room for share in _SHARES if room] + shares
             else:
                 return replace(plan, notes={**plan.notes, _SMALLEST: True}) if limit == "min" else plan
 
