@@ -147,6 +147,8 @@ def _standing_beside(program: Program, beside_bytes: int, guess: _Guess) -> Prog
 
 
 def _without_gap(plan: Plan) -> Plan:
+    if not plan.program.gap_bytes:
+        return plan
     program = plan.program.with_gap(0)
     peak_bytes = simulate(program, plan.actions, plan.machine).peak_bytes
     return replace(plan, program=program, peak_bytes=peak_bytes, baseline_peak_bytes=unplanned_bytes(program))
