@@ -38,7 +38,7 @@ from fxmem.step.fission import cheapest_by_turns
 from fxmem.step.graph import Graph, storages_of
 from fxmem.step.held_tensors import reachable_tensors
 from fxmem.step.kinds import Kinds
-from fxmem.step.known import Known, StepFissions, learn
+from fxmem.step.known import Known, StepFissions, backwards, learn
 from fxmem.step.limit import Limit
 from fxmem.step.living import Living
 from fxmem.step.measurement import device_of, paused
@@ -326,6 +326,8 @@ class Step:
         known = self._kinds.get(episode.prefix) if self._is_held else None
         if episode.measured is not None and self._is_held:
             known = self._learn(episode, self._agreement.on(episode, episode.measured, self.functions))
+        elif known is not None and len(known.parts) > 1 and backwards(episode) != known.order:
+            known.is_verified = False  # a call that had no backward has one now, say: measure the next such step
         self._last, self._whole = plans, known
         self._learn_undefined(episode)
         if known is not None and known not in self._recent:
@@ -463,6 +465,9 @@ class Step:
             )
             known.plan = replace(plan, notes={**plan.notes, **known.notes(known.fissions)})
         except BudgetInfeasible as error:
+            if known.keep_least():
+                self._plan(known)
+                return
             known.plan = self._least_of(known, error)
         known.needs_plan = False
         joined = None if known.is_plain else known.joined()

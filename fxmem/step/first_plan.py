@@ -19,7 +19,8 @@ _BESIDE_LOSS = 2  # the same, if a loss is among them
 _RESERVE = 1 / 5  # of the budget: the same, where outputs are small beside it (a matrix of all pairs, say)
 _SHARES = (0.99, 2 / 3)  # of what there is room for, tried where there is none for all that a loss outside may need
 _SMALLEST = "made for the smallest budget"
-_SMALL_BYTES = 4096  # a loss is a number: nothing follows it
+_SMALL_BYTES = 4096
+_NUMBER_BYTES = 16  # a loss is a number: nothing follows it
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Surroundings:
                 return _Guess(throughout=known.beside_at(program))
         tangents = [program.nbytes()[s] for s in program.tangents]
         gradients = sum(nbytes for nbytes in tangents if nbytes > _SMALL_BYTES)
-        if any(nbytes <= _SMALL_BYTES for nbytes in tangents):  # the loss is inside
+        if any(nbytes <= _NUMBER_BYTES for nbytes in tangents):  # the loss is inside
             return _Guess(throughout=self.others_bytes + _BESIDE_LOSS * gradients)
         reserve = int(_RESERVE * self.budget) if isinstance(self.budget, int) else 0
         return _Guess(self.others_bytes, max(_LOSS * gradients, reserve))

@@ -97,6 +97,29 @@ class Known:
         for forms in self.forms:
             forms.refuse_parts()
 
+    def keep_least(self) -> bool:
+        """Let calls whose backward never comes save as little as they can; False if they do already."""
+        is_changed = False
+        for position, (ref, part, variant) in enumerate(zip(self.graphs, self.parts, self.variants, strict=True)):
+            graph = ref()
+            if graph is None or part.has_backward:
+                continue
+            found = graph.with_plan(graph.forms.plan(graph.captured.program.at(self.values[position]), "min"))
+            if found.saved_bytes < variant.saved_bytes:
+                self._fix(position, graph, found)
+                is_changed = True
+        return is_changed
+
+    def _fix(self, position: int, graph: Graph, variant: Variant) -> None:
+        """The call at `position`, whose backward never comes, runs as `variant`."""
+        assert variant.plan is not None
+        fissions = variant.plan.program.fissions
+        program = with_numbers(graph.forms.form(fissions).program, self.values[position])
+        part = replace(self.parts[position], program=program, kept=_kept(program, variant))
+        self.variants[position] = variant
+        self.parts = (*self.parts[:position], part, *self.parts[position + 1 :])
+        self.fissions = (*self.fissions[:position], fissions, *self.fissions[position + 1 :])
+
     def joined(self, fissions: StepFissions | None = None) -> Joined:
         """The step as one program, with what was measured beside it and the margin of its retries."""
         beside = replace(self.beside, throughout=self.beside.throughout + self.margin_bytes)
@@ -195,12 +218,18 @@ class Known:
         self.is_verified = False
 
 
+def backwards(episode: Episode) -> tuple[int, ...]:
+    """The calls of graphs that have a backward, by their positions, in the order of their first backwards."""
+    planned = [call.number for call in episode.calls if call.variant.plan is not None]
+    return tuple(planned.index(number) for number in dict.fromkeys(episode.backward_order) if number in planned)
+
+
 def learn(episode: Episode, levels: Mapping[Segment, Level], standing_more_bytes: int) -> Known:
     """What a measured episode teaches. `standing_more_bytes`: to be counted though it did not stand this time."""
     calls = [call for call in episode.calls if call.variant.plan is not None]
     by_number = {call.number: call for call in episode.calls}
     renumbered = {call.number: position for position, call in enumerate(calls)}
-    order = tuple(renumbered[n] for n in dict.fromkeys(episode.backward_order) if n in renumbered)
+    order = backwards(episode)
     never = {n for n in renumbered if order and renumbered[n] not in order and not by_number[n].is_open}
     parts = tuple(_part(call, renumbered, by_number, call.number in never) for call in calls)
     bare = join(parts, order)
@@ -266,8 +295,12 @@ def _part(call: Call, renumbered: Mapping[int, int], calls: Mapping[int, Call], 
             origins.update((s, ("own", call.graph.number, s)) for s in op.storages)
     outputs = call.graph.outputs
     dropped = frozenset(outputs[i] for i in call.dropped if i in outputs)
-    kept = frozenset(program.producer[s] for s in call.variant.saved) if has_no_backward else None
+    kept = _kept(program, call.variant) if has_no_backward else None
     return Part(program, origins, call.graph.gradients, dropped, kept)
+
+
+def _kept(program: Program, variant: Variant) -> frozenset[int]:
+    return frozenset(program.producer[s] for s in variant.saved)
 
 
 def _beside(

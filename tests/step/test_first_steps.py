@@ -17,6 +17,7 @@ from fxmem.ir.program import Program
 from tests.models import Blocks
 
 WIDTH = 32
+QUICK = {"solve_s": 0.3, "device_spec": "cpu"}  # by the roofline: the same plans on a busy machine
 
 
 class Body(nn.Module):
@@ -60,7 +61,7 @@ def all_pairs(model, left, right):
 
 def first_step(module, take, budget, *more, seed=1, **options):
     """(peak, gradients) of a step, `module` compiled with `budget` if there is one."""
-    model = module if budget is None else fxmem.compile(module, budget=budget, solve_s=0.3, **options)
+    model = module if budget is None else fxmem.compile(module, budget=budget, **QUICK, **options)
     torch.manual_seed(seed)
     args = (torch.randn(160, WIDTH), torch.randn(160, WIDTH))
     torch.manual_seed(seed)
@@ -179,7 +180,7 @@ def test_models_that_may_train_with_it_count():
     plain, beside = copy.deepcopy(module), copy.deepcopy(other)
     peak_bytes, _ = first_step(plain, lambda model, *a: take(model, beside(args), *a), None)
     budget = int(0.9 * peak_bytes)
-    compiled = fxmem.compile(other, budget=budget)
+    compiled = fxmem.compile(other, budget=budget, **QUICK)
     found_bytes, _ = first_step(module, lambda model, *a: take(model, compiled(args), *a), budget)
     assert found_bytes <= budget
 
@@ -193,7 +194,7 @@ def test_a_call_whose_backward_never_comes_keeps_nothing_beyond_it():
     module, generator = Body(num_out=1), Body()
     peak_bytes, _ = first_step(copy.deepcopy(module), take, None, generator)
     budget = int(0.75 * peak_bytes)
-    options = {"budget": budget, "solve_s": 0.3}
+    options = {"budget": budget, **QUICK}
     critic, compiled = fxmem.compile(module, **options), fxmem.compile(generator, **options)
     for _ in range(4):
         args = (torch.randn(160, WIDTH), torch.randn(160, WIDTH))
@@ -216,7 +217,7 @@ def test_a_gap_stands_once_forward_has_made_its_outputs():
 
 def test_a_model_that_merely_exists_makes_no_other_one_infeasible():
     budget = "3MiB"
-    large = fxmem.compile(nn.Linear(1024, 1024), budget=budget)
+    large = fxmem.compile(nn.Linear(1024, 1024), budget=budget, **QUICK)
     assert first_step(Body(), both, budget)[0] <= 3 * 2**20
     del large  # until here
 
@@ -228,13 +229,13 @@ def test_a_model_that_reads_what_another_one_dropped_out():
     first.head = nn.Dropout(0.1)
 
     def take(model, others, left, right):
-        (model(others(left)) * right).square().mean().backward()
+        model(others(left)).square().mean().backward()
 
     plain = copy.deepcopy(second)
     peak_bytes, expected = first_step(plain, take, None, copy.deepcopy(first))
     budget = int(0.7 * peak_bytes)
-    compiled = fxmem.compile(second, budget=budget, solve_s=0.3)
-    others = fxmem.compile(first, budget=budget, solve_s=0.3)
+    compiled = fxmem.compile(second, budget=budget, **QUICK)
+    others = fxmem.compile(first, budget=budget, **QUICK)
     for _ in range(3):
         second.zero_grad()
         first.zero_grad()
@@ -244,3 +245,23 @@ def test_a_model_that_reads_what_another_one_dropped_out():
         assert fxmem.measure(lambda args=args: take(compiled, others, *args)).peak_bytes <= budget
         for mine, theirs in zip(second.parameters(), expected, strict=True):
             assert torch.equal(mine.grad, theirs)
+
+
+def test_a_call_that_had_no_backward_is_planned_anew_when_it_has_one():
+    def take(model, left, right, detaches):
+        first = model(left)
+        F.mse_loss(model(right), first.detach() if detaches else first).backward()
+
+    torch.manual_seed(0)
+    module = Body()
+    peak_bytes, _ = first_step(copy.deepcopy(module), functools.partial(take, detaches=False), None)
+    budget = int(0.7 * peak_bytes)
+    step = fxmem.compile(module, budget=budget, **QUICK)
+    for detaches in (True, False):
+        for _ in range(4):
+            args = (torch.randn(160, WIDTH), torch.randn(160, WIDTH))
+            assert fxmem.measure(lambda args=args, d=detaches: take(step, *args, d)).peak_bytes <= budget
+            module.zero_grad()
+        assert step.plans
+        (kind,) = step.step._kinds
+        assert [part.has_backward for part in kind.parts] == [not detaches, True]
