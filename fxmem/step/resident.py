@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,8 +49,10 @@ def beside_graph_bytes(functions: Iterable[Callable[..., Any]], program: Program
     return beside + max(0, trainable - in_graph)
 
 
-def model_bytes(own: Iterable[Callable[..., Any]], others: Iterable[Callable[..., Any]]) -> int:
+def model_bytes(own: Iterable[Callable[..., Any]], others: Collection[Callable[..., Any]]) -> int:
     """Parameters, gradients and buffers of `others`, those left out that `own` has too."""
+    if not others:
+        return 0
     known = {id(t) for t in _tensors_of(own)}
     found = [t for t in _tensors_of(others) if id(t) not in known]
     return storage_bytes(found) + storage_bytes(t for t in found if t.requires_grad)
